@@ -1,0 +1,113 @@
+"""What the notebooks share: the path to rope_kernels.py, figures with alt text, generated CUDA, recorded figures."""
+
+import importlib.util
+import json
+import pathlib
+import platform
+import re
+import sys
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # rope_kernels.py lies one folder up
+
+_missing = [name for name in ("torch", "tilelang", "matplotlib") if importlib.util.find_spec(name) is None]
+if _missing:
+    raise ImportError(f"This notebook needs {', '.join(_missing)}: run `pip install -r requirements.txt` first.")
+
+import matplotlib.pyplot as plt  # noqa: E402
+import tilelang  # noqa: E402
+import torch  # noqa: E402
+from IPython.display import Markdown, display  # noqa: E402
+from tilelang.contrib.cc import get_cplus_compiler  # noqa: E402
+
+if not torch.cuda.is_available() and get_cplus_compiler() is None:
+    raise ImportError("This notebook needs a CUDA device or a C++ compiler (for instance g++) to build its kernels.")
+
+tilelang.set_log_level("WARNING")  # compiling logs times, which no two runs share
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Okabe and Ito's colours, told apart by readers with any colour vision
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999",
+)  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "figure.dpi": 100,
+        "figure.constrained_layout.use": True,
+        "font.size": 11,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": plt.cycler(color=[BLUE, ORANGE, GREEN, RED, PURPLE, SKY], marker=list("os^Dv*")),
+    }
+)
+
+
+def versions():
+    """Print what this notebook runs on."""
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU, through TileLang's C backend"
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, tilelang {tilelang.__version__}; {device}")
+
+
+def show(fig, alt):
+    """Display a figure once, with a text for readers who can't see it."""
+    display(fig, metadata={"image/png": {"alt": alt}})
+    plt.close(fig)
+
+
+def table(header, rows):
+    """Display rows of cells as a table."""
+    lines = [header, ["---"] * len(header), *rows]
+    display(Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)))
+
+
+def cuda_source(factory, *args, **kwargs):
+    """Return the body of the CUDA kernel that TileLang generates for an sm_90 GPU; no GPU is needed."""
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    with target:  # not factory.get_tir, which would enter this machine's own target
+        factory.initialize_jit_mode(*args, **kwargs)
+        source = tilelang.lower(factory.func(*args, **kwargs), target=target).kernel_source
+    return source[source.rindex('extern "C"') :].rstrip() + "\n"
+
+
+def global_accesses(source, names=("x", "cos", "sin", "y")):
+    """Count the accesses to global memory in generated CUDA: {(tensor, "load" or "store"): {bytes: count}}.
+
+    Counts are of instructions in the text for 2-byte elements: a loop body counts once.
+    """
+    widths = {"uint4": 16, "uint2": 8, "uint1": 4, "int": 4}
+    counts = {}
+    for line in source.splitlines()[1:]:
+        for name in names:
+            # either *(uint4*)(x + …) or x[…]; TileLang renames cos and sin to cos_1 and sin_1
+            pattern = rf"(?:\*\((\w+)\*\)\({name}(?:_1)? \+|\b{name}(?:_1)?\[)"
+            for match in re.finditer(pattern, line):
+                stored = line[: match.start()].strip() == ""
+                key = (name, "store" if stored else "load")
+                width = widths[match.group(1)] if match.group(1) else 2
+                counts.setdefault(key, {}).setdefault(width, 0)
+                counts[key][width] += 1
+    return counts
+
+
+class Recorded:
+    """The measurements of one GPU run, as notebooks/measurements/measure.py wrote them."""
+
+    def __init__(self, name="h200.json"):
+        self.data = json.loads((HERE / "measurements" / name).read_text())
+        self.provenance = self.data["provenance"]
+
+    def label(self):
+        """One line that says where and when the figures come from."""
+        return "{gpu}, driver {driver}, CUDA {cuda}, torch {torch}, tilelang {tilelang}, {date}".format(
+            **self.provenance
+        )
+
+    def find(self, kind="records", **wanted):
+        """Return the one record whose fields equal `wanted`."""
+        found = [r for r in self.data[kind] if all(r[key] == value for key, value in wanted.items())]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} {kind} match {wanted}")
+        return found[0]
