@@ -1,0 +1,136 @@
+"""Guards over the notebooks: what nbval does not look at, and the worked answers of the exercises."""
+
+import pathlib
+import re
+
+import nbformat
+import pytest
+from conftest import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path, kind):
+    notebook = nbformat.read(path, as_version=4)
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
+
+
+def prose(path):
+    return "\n\n".join(cell.source for cell in cells(path, "markdown"))
+
+
+def outside_fences(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def test_notebooks_are_numbered_without_gap():
+    assert [int(path.stem[:2]) for path in NOTEBOOKS] == list(range(1, len(NOTEBOOKS) + 1))
+    assert NOTEBOOKS
+
+
+@every_notebook
+def test_the_file_is_valid_and_small(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert path.stat().st_size < 300_000
+    assert "widgets" not in notebook.metadata
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+@every_notebook
+def test_every_code_cell_was_executed_in_order(path):
+    code = cells(path, "code")
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    compared = [cell for cell in code if cell.outputs and "nbval-ignore-output" not in cell.metadata.get("tags", [])]
+    assert compared, "a notebook stripped of its outputs would pass nbval without being compared"
+
+
+@every_notebook
+def test_cells_are_short_and_quiet(path):
+    for cell in cells(path, "code"):
+        assert len(cell.source.splitlines()) <= 15, cell.source
+        for output in cell.outputs:
+            if output.output_type == "error":
+                assert "raises-exception" in cell.metadata.get("tags", []), cell.source
+            assert output.get("name") != "stderr", output.text
+
+
+@every_notebook
+def test_no_path_of_a_machine(path):
+    assert not re.search(r"/(home|root|tmp|work|Users|opt|usr)/|[A-Z]:\\\\", path.read_text())
+
+
+@every_notebook
+def test_the_first_code_cell_shows_versions(path):
+    first = cells(path, "code")[0]
+    assert "chapter.versions()" in first.source
+    assert "nbval-ignore-output" in first.metadata.tags
+
+
+@every_notebook
+def test_one_title_then_goals_and_at_the_end_summary_and_exercises(path):
+    text = outside_fences(prose(path))
+    assert re.findall(r"^# .*", text, re.M) == [text.splitlines()[0]]
+    assert text.startswith(f"# {path.stem[:2]} · ")
+    assert "**Goals**" in text and "**What you need**" in text
+    assert text.index("## Summary") < text.index("## Exercises")
+
+
+@every_notebook
+def test_links_resolve_and_lead_to_the_neighbours(path):
+    text = prose(path)
+    targets = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith("http")]
+    for target in targets:
+        assert (path.parent / target).exists(), target
+    place = NOTEBOOKS.index(path)
+    for neighbour in [*NOTEBOOKS[max(place - 1, 0) : place], *NOTEBOOKS[place + 1 : place + 2]]:
+        assert targets.count(neighbour.name) >= 2, f"{neighbour.name} belongs at the top and at the end"
+
+
+@every_notebook
+def test_images_have_alt_text(path):
+    for cell in cells(path, "code"):
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                assert len(output.metadata["image/png"]["alt"]) > 20
+    for alt in re.findall(r"!\[([^\]]*)\]", prose(path)):
+        assert alt
+
+
+def answers():
+    """Yield each worked answer: a ```py block folded under a summary that says so."""
+    for path in NOTEBOOKS:
+        folded = re.findall(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", prose(path), re.S)
+        blocks = [
+            "\n".join(re.findall(r"^```py\n(.*?)^```", body, re.M | re.S)) for name, body in folded if "nswer" in name
+        ]
+        for number, block in enumerate(filter(None, blocks), 1):
+            yield pytest.param(path, block, id=f"{path.stem}-answer-{number}")
+
+
+@every_notebook
+def test_every_notebook_has_an_exercise_with_hints_and_an_answer(path):
+    summaries = re.findall(r"<summary>(.*?)</summary>", prose(path))
+    assert any("Hint" in summary for summary in summaries)
+    assert any("nswer" in summary for summary in summaries)
+
+
+@pytest.mark.parametrize(("path", "block"), answers())
+def test_worked_answers_run(path, block, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    namespace = {"display": lambda *shown, **options: None}
+    exec(cells(path, "code")[0].source, namespace)
+    exec(block, namespace)
+
+
+def test_the_readme_names_every_notebook_and_its_links_resolve():
+    text = pathlib.Path(ROOT / "README.md").read_text()
+    targets = [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if not link.startswith("http")]
+    assert all((ROOT / target).exists() for target in targets)
+    assert [path.name for path in NOTEBOOKS if f"notebooks/{path.name}" not in targets] == []
+
+
+def test_ci_runs_the_readme_s_command():
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert command in (ROOT / "README.md").read_text()
