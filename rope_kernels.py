@@ -28,8 +28,9 @@ def _checked(x, cos, sin):
             raise ValueError(
                 f"{name} takes one column a pair, {x.shape[-1] // 2} for R={x.shape[-1]}, got {tuple(table.shape)}"
             )
-        if torch.broadcast_shapes(table.shape[:-1], x.shape[:-1]) != x.shape[:-1]:
-            raise ValueError(f"{name} has more rows than x: {tuple(table.shape)} for x {tuple(x.shape)}")
+        rows = list(zip(reversed(table.shape[:-1]), reversed(x.shape[:-1]), strict=False))
+        if table.dim() > x.dim() or any(size not in (1, there) for size, there in rows):
+            raise ValueError(f"{name} does not broadcast over x's rows: {tuple(table.shape)} for x {tuple(x.shape)}")
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.to(compute), cos.to(compute), sin.to(compute)
 

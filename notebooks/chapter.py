@@ -1,11 +1,13 @@
 """What the notebooks share: the path to rope_kernels.py, figures with alt text, generated CUDA, recorded figures."""
 
 import importlib.util
+import io
 import json
 import pathlib
 import platform
 import re
 import sys
+import warnings
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # rope_kernels.py lies one folder up
@@ -14,10 +16,13 @@ _missing = [name for name in ("torch", "tilelang", "matplotlib") if importlib.ut
 if _missing:
     raise ImportError(f"This notebook needs {', '.join(_missing)}: run `pip install -r requirements.txt` first.")
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # tilelang asks for progress bars it never shows
+
 import matplotlib.pyplot as plt  # noqa: E402
+import PIL.Image  # noqa: E402
 import tilelang  # noqa: E402
 import torch  # noqa: E402
-from IPython.display import Markdown, display  # noqa: E402
+from IPython.display import Image, Markdown, display  # noqa: E402
 from tilelang.contrib.cc import get_cplus_compiler  # noqa: E402
 
 if not torch.cuda.is_available() and get_cplus_compiler() is None:
@@ -52,9 +57,12 @@ def versions():
 
 
 def show(fig, alt):
-    """Display a figure once, with a text for readers who can't see it."""
-    display(fig, metadata={"image/png": {"alt": alt}})
+    """Display a figure once, with a text for readers who can't see it; 128 colours keep the notebook small."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    fig.savefig(drawn, format="png")
     plt.close(fig)
+    PIL.Image.open(drawn).convert("RGB").quantize(128, dither=PIL.Image.Dither.NONE).save(small, "png", optimize=True)
+    display(Image(small.getvalue(), alt=alt))
 
 
 def table(header, rows):

@@ -116,7 +116,7 @@ def test_every_notebook_has_an_exercise_with_hints_and_an_answer(path):
     assert any("nswer" in summary for summary in summaries)
 
 
-@pytest.mark.parametrize(("path", "block"), answers())
+@pytest.mark.parametrize(("path", "block"), list(answers()))
 def test_worked_answers_run(path, block, monkeypatch):
     monkeypatch.chdir(path.parent)
     namespace = {"display": lambda *shown, **options: None}

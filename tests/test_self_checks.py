@@ -1,0 +1,329 @@
+"""Notebook 02's check(): it accepts what is right, rejects what is wrong, and never raises."""
+
+import pathlib
+import re
+
+import nbformat
+import pytest
+import self_checks as sc
+import torch
+
+import rope_kernels as rk
+
+NOTEBOOK = pathlib.Path(__file__).parent.parent / "notebooks" / "02_self_checks.ipynb"
+REFERENCES = {"neox": rk.torch_rope_neox, "interleaved": rk.torch_rope_interleaved}
+OTHER = {"neox": "interleaved", "interleaved": "neox"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The inputs are small: on a busy machine, threads that wait for one another would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cells(kind):
+    return [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == kind]
+
+
+def worked_answers():
+    """Return the ```py blocks of the notebook's worked answers, in the order of its exercises."""
+    text = "\n".join(cell.source for cell in cells("markdown"))
+    folded = re.findall(r"<details><summary>Worked answer</summary>\n(.*?)</details>", text, flags=re.S)
+    return [re.search(r"^```py\n(.*?)^```$", block, flags=re.S | re.M).group(1) for block in folded]
+
+
+def execute(answer):
+    """Execute a worked answer after the notebook's imports, and return what it defines."""
+    names = {}
+    exec(cells("code")[0].source, names)
+    exec(answer, names)
+    return names
+
+
+# ------------------------------------------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("convention", REFERENCES)
+def test_right_value_is_the_published_formula(convention):
+    known = {  # x = 1 … 8 at position 1, base 10000; float64, from the definition and checked against transformers
+        "neox": [-3.667053, 1.391008, 2.929851, 3.991998, 3.542983, 6.169692, 7.029650, 8.003996],
+        "interleaved": [-1.142640, 1.922076, 2.585679, 4.279517, 4.939751, 6.049699, 6.991997, 8.006996],
+    }
+    angle = 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    y = sc.right_value(torch.arange(1.0, 9.0), angle.cos(), angle.sin(), convention)
+    torch.testing.assert_close(y, torch.tensor(known[convention], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("convention", REFERENCES)
+@pytest.mark.parametrize("rope_dim, dtypes", [(128, (torch.float32, torch.float16)), (8, (torch.bfloat16,))])
+def test_references_pass_under_their_own_convention_only(convention, rope_dim, dtypes, capsys):
+    assert sc.check(REFERENCES[convention], convention, rope_dim=rope_dim, dtypes=dtypes) is True
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:2] == [f"shape          (192, {rope_dim}), as x", f"pairing        {convention}"]
+    assert "largest error" in printed and f"accepted as {convention}" in printed
+
+    assert sc.check(REFERENCES[convention], OTHER[convention], rope_dim=rope_dim, dtypes=dtypes) is False
+    assert f"its pairs are {convention}, and {OTHER[convention]} was asked for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("convention", REFERENCES)
+def test_an_op_that_gathers_its_rows_passes(convention):
+    def op(x, cos, sin, positions):
+        return REFERENCES[convention](x, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
+
+    assert sc.check(op, convention)
+    assert not sc.check(op, OTHER[convention])
+
+
+def test_a_tilelang_kernel_passes():
+    def kernel(x, cos, sin):
+        return rk.rope_interleaved_blocked(*x.shape, dtype="float16")(x, cos, sin)
+
+    assert sc.check(kernel, "interleaved", dtypes=(torch.float16,))
+    assert not sc.check(kernel, "neox", dtypes=(torch.float16,))
+
+
+def test_gradients_do_not_matter():
+    assert sc.check(lambda x, cos, sin: rk.torch_rope_neox(x.requires_grad_(), cos, sin), "neox")
+
+
+def test_the_judge_is_independent_of_rope_kernels(monkeypatch):
+    right = rk.torch_rope_neox
+    monkeypatch.setattr(rk, "torch_rope_neox", lambda x, cos, sin: x)
+    monkeypatch.setattr(rk, "torch_rope_interleaved", lambda x, cos, sin: x)
+    assert sc.check(right, "neox")
+
+
+def test_the_inputs_leave_nothing_to_chance():
+    sizes = (sc.TOKENS, sc.HEADS, sc.TOKENS * sc.HEADS, sc.ROPE_DIM, sc.ROPE_DIM // 2, sc.TABLE_ROWS)
+    assert len(set(sizes)) == len(sizes)
+    assert sc.HEADS > 1 and sc.ROPE_DIM >= 8
+    assert len(set(sc.POSITIONS)) == sc.TOKENS and min(sc.POSITIONS) >= 1
+    assert any(p > 256 and p % 2 for p in sc.POSITIONS)
+    assert sorted(sc.POSITIONS) != list(sc.POSITIONS)
+
+
+# ------------------------------------------------------------------------------------------------- what is wrong
+
+
+def test_the_table_of_faults_is_complete():
+    assert len(sc.WRONG) >= 12
+    assert {
+        "swapped convention",
+        "sign of sin flipped",
+        "table transposed",
+        "position off by one",
+        "[c, c] table, adjacent pairs",
+        "only head 0 rotated",
+        "position in bfloat16",
+        "second half dropped",
+        "rotated twice",
+        "angle halved",
+    } <= set(sc.WRONG)
+
+
+@pytest.mark.parametrize("rope_dim", [8, 128])
+@pytest.mark.parametrize("name", sc.WRONG)
+def test_every_wrong_implementation_is_rejected_for_what_it_returns(name, rope_dim):
+    function = sc.WRONG[name]
+    _, fault = sc.examine(function, function.claims, rope_dim)
+    assert fault and not fault.startswith(("it raised", "it returned"))
+    assert not sc.check(function, function.claims, rope_dim=rope_dim)
+
+
+@pytest.mark.parametrize("name", [name for name in sc.WRONG if name != "swapped convention"])
+def test_wrong_implementations_are_wrong_under_the_other_name_too(name):
+    assert not sc.check(sc.WRONG[name], OTHER[sc.WRONG[name].claims])
+
+
+def test_wrong_elements_are_seen_wherever_they_are():
+    for row in (0, 1, 7, 8, 100, 191):
+        for channel in (0, 63, 64, 127):
+
+            def off_in_one_element(x, cos, sin, row=row, channel=channel):
+                y = rk.torch_rope_neox(x, cos, sin)
+                y[row, channel] += 0.01
+                return y
+
+            fault = sc.examine(off_in_one_element, "neox")[1]
+            assert fault and f"token {row // 8} (" in fault and f"head {row % 8}, channel {channel}" in fault
+
+
+@pytest.mark.parametrize("kept", ["y", "table", "positions"])
+def test_what_is_kept_from_the_first_call_is_seen(kept):
+    first = {}
+
+    def op(x, cos, sin, positions):
+        if kept == "table":
+            cos, sin = first.setdefault(x.dtype, (cos, sin))
+        if kept == "positions":
+            positions = first.setdefault(x.dtype, positions)
+        y = rk.torch_rope_neox(x, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
+        return first.setdefault(x.dtype, y) if kept == "y" else y
+
+    assert not sc.check(op, "neox")
+
+
+# --------------------------------------------------------------------------------------------------- never raises
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def raises(error):
+    def candidate(x, cos, sin):
+        raise error
+
+    return candidate
+
+
+def endless(x, cos, sin):
+    return endless(x, cos, sin)
+
+
+def shrinks_x(x, cos, sin):
+    y = rk.torch_rope_neox(x, cos, sin)
+    x.resize_(1, 1)
+    return y
+
+
+def changes_x_dtype(x, cos, sin):
+    y = rk.torch_rope_neox(x, cos, sin)
+    x.data = x.data.double()
+    return y
+
+
+def overwrites_cos(x, cos, sin):
+    y = rk.torch_rope_neox(x, cos, sin)
+    cos.zero_()
+    return y
+
+
+def no_rows_left(x, cos, sin):
+    return rk.torch_rope_neox(x, cos, sin)[:0]
+
+
+HOSTILE = {
+    "NotImplementedError": raises(NotImplementedError("write me")),
+    "SystemExit": raises(SystemExit(3)),
+    "unprintable error": raises(Unprintable()),
+    "error of many lines": raises(ValueError("\n".join("line" for _ in range(1000)))),
+    "error without a text": raises(AssertionError()),
+    "endless recursion": endless,
+    "None": lambda x, cos, sin: None,
+    "number": lambda x, cos, sin: 0.0,
+    "list": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin).tolist(),
+    "numpy": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin).cpu().numpy(),
+    "tuple": lambda x, cos, sin: (rk.torch_rope_neox(x, cos, sin),),
+    "x": lambda x, cos, sin: x,
+    "scalar tensor": lambda x, cos, sin: x.sum(),
+    "broadcastable row": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin)[:1],
+    "transposed": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin).T,
+    "no rows": no_rows_left,
+    "float64": lambda x, cos, sin: rk.torch_rope_neox(x.double(), cos, sin),
+    "float32 always": lambda x, cos, sin: rk.torch_rope_neox(x.float(), cos, sin),
+    "complex": lambda x, cos, sin: rk.torch_rope_neox(x.float(), cos, sin) + 0j,
+    "integers": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin).long(),
+    "sparse": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin).to_sparse(),
+    "meta device": lambda x, cos, sin: rk.torch_rope_neox(x, cos, sin).to("meta"),
+    "NaN": lambda x, cos, sin: torch.full_like(x, torch.nan),
+    "infinite": lambda x, cos, sin: torch.full_like(x, torch.inf),
+    "zeros": lambda x, cos, sin: torch.zeros_like(x),
+    "uninitialised": lambda x, cos, sin: torch.empty_like(x),
+    "shrinks x": shrinks_x,
+    "changes x's dtype": changes_x_dtype,
+    "overwrites cos": overwrites_cos,
+    "takes one argument": lambda x: x,
+    "takes five arguments": lambda a, b, c, d, e: a,
+    "generator": lambda x, cos, sin: (yield x),
+    "class": dict,
+    "built-in without a signature": max,
+    "not callable": 3,
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("convention", REFERENCES)
+def test_hostile_candidates_are_rejected_in_a_sentence(name, convention, capsys):
+    assert sc.check(HOSTILE[name], convention) is False
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"verdict        rejected: .{10,230}", last)
+
+
+@pytest.mark.parametrize(
+    "convention, options",
+    [
+        ("half", {}),
+        (None, {}),
+        ([], {}),
+        (torch.ones(2), {}),
+        ("neox", {"rope_dim": 4}),
+        ("neox", {"rope_dim": 9}),
+        ("neox", {"rope_dim": 4096}),
+        ("neox", {"rope_dim": "8"}),
+        ("neox", {"dtypes": ()}),
+        ("neox", {"dtypes": ("float32",)}),
+        ("neox", {"dtypes": torch.float32}),
+    ],
+)
+def test_a_check_that_would_be_none_is_refused(convention, options, capsys):
+    assert sc.check(rk.torch_rope_neox, convention, **options) is False
+    assert capsys.readouterr().out.startswith("verdict        rejected: ")
+
+
+def test_the_state_of_torch_is_restored():
+    sc.check(HOSTILE["NotImplementedError"], "neox")
+    assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        sc.check(rk.torch_rope_neox, "neox")
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---------------------------------------------------------------------------------------------------- the notebook
+
+
+def test_the_stubs_of_exercise_1_are_rejected():
+    stubs = next(cell.source for cell in cells("code") if "def my_rope_neox" in cell.source)
+    names = execute(stubs)
+    for name, convention in (("my_rope_neox", "neox"), ("my_rope_interleaved", "interleaved")):
+        with pytest.raises(NotImplementedError):
+            names[name](None, None, None)
+        assert not sc.check(names[name], convention)
+
+
+def test_worked_answer_1_passes_under_its_own_convention_only():
+    names = execute(worked_answers()[0])
+    for name, convention in (("my_rope_neox", "neox"), ("my_rope_interleaved", "interleaved")):
+        assert sc.check(names[name], convention)
+        assert not sc.check(names[name], OTHER[convention])
+
+
+def test_every_worked_answer_runs():
+    answers = worked_answers()
+    assert len(answers) == 3
+    for answer in answers[1:]:
+        assert "\nassert " in answer
+        execute(answer)
+
+
+def test_the_printed_grid_is_what_the_checks_say():
+    printed = [output.text for cell in cells("code") for output in cell.outputs if output.output_type == "stream"]
+    (text,) = [text for text in printed if "quarter turn  " in text and "CAUGHT" in text]
+    header, *lines = (re.split(r"\s{2,}", line.strip()) for line in text.splitlines())
+    found = {name: dict(zip(header, verdicts, strict=True)) for name, *verdicts in lines}
+    candidates = {name: (function, function.claims) for name, function in sc.WRONG.items()}
+    candidates |= {f"right: {convention}": (reference, convention) for convention, reference in REFERENCES.items()}
+    assert found == {
+        name: {check: "passes" if passes(*candidate) else "CAUGHT" for check, passes in sc.CHECKS.items()}
+        for name, candidate in candidates.items()
+    }
