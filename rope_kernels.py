@@ -6,7 +6,9 @@ must not stand in a file that holds these factories.
 """
 
 import functools
+import math
 import sys
+import warnings
 
 import tilelang
 import tilelang.language as T
@@ -92,6 +94,203 @@ def torch_partial_rope(x, cos, sin, mode="neox", start=None):
         raise ValueError(f"start takes 0 … {width - rope_dim} for R={rope_dim} of {width} channels, got start={start}")
     stop = start + rope_dim
     return torch.cat((x[..., :start], rotations[mode](x[..., start:stop], cos, sin), x[..., stop:]), dim=-1)
+
+
+# ----------------------------------------------------------------------------------------------- tables
+
+_LENGTH = "original_max_position_embeddings"
+_KEYS = {  # what each type reads beside the keys of them all
+    "default": "rope_type type rope_theta mrope_section mrope_interleaved",
+    "linear": "factor",
+    "dynamic": "factor",
+    "llama3": f"factor {_LENGTH} low_freq_factor high_freq_factor",
+    "yarn": f"factor {_LENGTH} beta_fast beta_slow truncate attention_factor mscale mscale_all_dim",
+    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor",
+    "proportional": "factor partial_rotary_factor",
+}
+
+
+def _integer(name, value, least):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} takes an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {name}={value}")
+    return value
+
+
+def _number(given, key, default=None, above=0.0):
+    value = given.get(key, default)
+    if value is None:
+        raise ValueError(f"{key} is missing: it takes a number above {above:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{key} takes a number, got {value!r}")
+    if not above < value < math.inf:
+        raise ValueError(f"{key} takes a finite number above {above:g}, got {key}={value!r}")
+    return float(value)
+
+
+def _llama3(theta, given):
+    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor takes less than high_freq_factor={high:g}, got low_freq_factor={low:g}")
+    t = ((_number(given, _LENGTH) * theta / math.tau - low) / (high - low)).clamp(0, 1)
+    return (1 - t) * (theta / _number(given, "factor")) + t * theta
+
+
+def _yarn(theta, base, given):
+    s, length, rope_dim = _number(given, "factor"), _number(given, _LENGTH), 2 * len(theta)
+    fast, slow = _number(given, "beta_fast", 32), _number(given, "beta_slow", 1)
+    if fast < slow:
+        raise ValueError(f"beta_fast takes at least beta_slow={slow:g}, got beta_fast={fast:g}")
+    a, b = (rope_dim * math.log(length / (math.tau * turns)) / (2 * math.log(base)) for turns in (fast, slow))
+    if not isinstance(truncate := given.get("truncate", True), bool):
+        raise TypeError(f"truncate takes true or false, got {truncate!r}")
+    if truncate:
+        a, b = math.floor(a), math.ceil(b)
+    a, b = max(a, 0), min(b, rope_dim - 1)
+    b += 0.001 * (a == b)  # a steep ramp instead of 0/0
+    ramp = ((torch.arange(len(theta), dtype=torch.float64, device="cpu") - a) / (b - a)).clamp(0, 1)
+    # as in transformers, zero counts as absent, and one mscale without the other plays no part
+    k, k_all = (_number(given, key) if given.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    growth = 0.1 * math.log(max(s, 1.0))
+    factor = (k * growth + 1) / (k_all * growth + 1) if k and k_all else growth + 1
+    return theta / s * ramp + theta * (1 - ramp), _number(given, "attention_factor", factor)
+
+
+def _longrope(theta, given, seq_len):
+    length = _number(given, _LENGTH, above=1.0)
+    for name in ("short_factor", "long_factor"):
+        if not isinstance(divisors := given.get(name, []), (list, tuple)):
+            raise TypeError(f"{name} takes a list of numbers, got {divisors!r}")
+        if len(divisors) != len(theta):
+            raise ValueError(f"{name} takes R/2={len(theta)} numbers, got {len(divisors)}")
+        for entry in divisors:
+            _number({name: entry}, name)
+    divisors = given["long_factor" if seq_len is not None and seq_len > length else "short_factor"]
+    s = _number(given, "factor", 1.0 if "attention_factor" in given else None)
+    factor = _number(given, "attention_factor", math.sqrt(1 + math.log(max(s, 1.0)) / math.log(length)))
+    return theta / torch.tensor(divisors, dtype=torch.float64, device="cpu"), factor
+
+
+def _proportional(theta, given):
+    share = _number(given, "partial_rotary_factor", 1.0)
+    pairs = round(share * len(theta))  # not cut: 0.7 · 90 is 62.99… in floating point
+    if share > 1 or pairs < 1 or abs(share * len(theta) - pairs) > 1e-6:
+        raise ValueError(f"partial_rotary_factor takes whole pairs of R/2={len(theta)} in (0, 1], got {share!r}")
+    return theta * (torch.arange(len(theta), device="cpu") < pairs) / _number(given, "factor", 1.0)
+
+
+def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_position=None):
+    """Return the inverse frequencies that a model's config.json asks for, and the factor for its cos and sin.
+
+        θ[i] = base^(−2i/R)     i = 0 … R/2−1,  R = rope_dim,  s = factor,  L = original_max_position_embeddings,
+                                M = max_position
+
+        type          inv_freq[i]                                                                attention factor
+        default       θ[i]                                                                       1
+        linear        θ[i]/s                                                                     1
+        dynamic       θ[i] of base·(s·S/M − (s−1))^(R/(R−2)),  S = max(seq_len, M)               1
+        llama3        (1−t)·θ[i]/s + t·θ[i],  t = clamp((L·θ[i]/2π − low)/(high − low), 0, 1)    1
+        yarn          γ·θ[i]/s + (1−γ)·θ[i],  γ = clamp((i − a)/(b − a), 0, 1)                   m(k)/m(k_all) or m(1)
+        longrope      θ[i]/long_factor[i] if seq_len > L, else θ[i]/short_factor[i]              √(1 + ln s / ln L)
+        proportional  θ[i]/s for i < partial_rotary_factor·R/2, else 0; R is the whole head      1
+
+        yarn: c(r) = R·ln(L/2πr)/(2·ln base), a = max(⌊c(beta_fast)⌋, 0), b = min(⌈c(beta_slow)⌉, R−1), without ⌊⌋ and
+        ⌈⌉ if `truncate` is false, b + 0.001 if a = b; m(k) = 0.1·k·ln s + 1, k = mscale, k_all = mscale_all_dim, m(1)
+        unless both are nonzero. In both factors ln s is 0 for s < 1, and `attention_factor` wins over the formula.
+
+    scaling is the dictionary `rope_parameters` or `rope_scaling` of config.json: its `rope_theta` wins over base, null
+    counts as absent (but as false for truncate), keys of other types are ignored, unknown ones warned about. If absent,
+    s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn (never in longrope: Phi-3 keeps L beside the dictionary; put it in).
+    The attention factor is the one that multiplies cos and sin, transformers' value. DeepSeek-style models put the
+    rest, m(mscale_all_dim)², into the softmax scale; that is not done here.
+    Shapes: inv_freq (R/2,). Dtypes: float64, on the CPU; a float. Equal arguments give equal bits.
+    Errors: ValueError for an odd or non-positive rope_dim, an unknown type, a key missing or senseless for its type, a
+    dictionary nested by layer type; TypeError for wrong types.
+    Source: RoFormer, arXiv:2104.09864; YaRN (dynamic too), arXiv:2309.00071; LongRoPE, arXiv:2402.13753; Llama 3,
+    arXiv:2407.21783; the values are those of transformers' ROPE_INIT_FUNCTIONS.
+    """
+    if _integer("rope_dim", rope_dim, least=2) % 2:
+        raise ValueError(f"rope dim must be even, got R={rope_dim}")
+    seq_len = None if seq_len is None else _integer("seq_len", seq_len, least=0)
+    max_position = None if max_position is None else _integer("max_position", max_position, least=1)
+    if not isinstance(scaling, (dict, type(None))):
+        raise TypeError(f"scaling takes a dictionary or None, got {scaling!r}")
+    given = {key: value for key, value in (scaling or {}).items() if value is not None}
+    if "truncate" in (scaling or {}):
+        given.setdefault("truncate", False)  # transformers reads null so
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise ValueError(f"scaling takes the dictionary of one layer type, got several: {nested}")
+    if unknown := given.keys() - set(" ".join(_KEYS.values()).split()):
+        warnings.warn(f"scaling has keys that are unknown and change nothing: {sorted(unknown)}", stacklevel=2)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != given.get("type", kind):
+        raise ValueError(f"rope_type and type must agree, got rope_type={kind!r} and type={given['type']!r}")
+    if kind not in list(_KEYS):  # a list, for kinds that do not hash
+        raise ValueError(f"rope_type takes {', '.join(_KEYS)}, got {kind!r}")
+    if not given.keys() & {"rope_type", "type"} and given.keys() & {"factor", "long_factor"}:
+        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
+    if max_position is not None and kind in ("yarn", "longrope"):
+        if _LENGTH in given:
+            given.setdefault("factor", max_position / _number(given, _LENGTH))
+        elif kind == "yarn":
+            given[_LENGTH] = max_position
+    name = "rope_theta" if "rope_theta" in given else "base"
+    base = _number({**given, "base": base}, name, above=1.0 if kind == "yarn" else 0.0)  # yarn divides by ln base
+    if kind == "dynamic":
+        if rope_dim < 4:
+            raise ValueError(f"dynamic takes a rope_dim of at least 4, its exponent is R/(R−2), got R={rope_dim}")
+        s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
+        base *= (s * max(seq_len or 0, trained) / trained - (s - 1)) ** (rope_dim / (rope_dim - 2))
+    theta = base ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64, device="cpu") / rope_dim)
+    if kind == "yarn":
+        return _yarn(theta, base, given)
+    if kind == "longrope":
+        return _longrope(theta, given, seq_len)
+    if kind in ("llama3", "proportional"):
+        return (_llama3 if kind == "llama3" else _proportional)(theta, given), 1.0
+    return theta / _number(given, "factor") if kind == "linear" else theta, 1.0
+
+
+def _rounded_once(value, dtype):
+    if dtype.itemsize >= 4:
+        return value.to(dtype)
+    # torch goes from float64 to a half type through float32, which rounds twice. So cut the float32 towards zero and
+    # set its last bit where it is inexact ("round to odd"): the second step then sees no tie that is none.
+    near = value.to(torch.float32)
+    cut = torch.where(near.abs() > value.abs(), near.nextafter(torch.zeros_like(near)), near)
+    return (cut.view(torch.int32) | (cut != value)).view(torch.float32).to(dtype)
+
+
+def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32, device=None):
+    """Return the tables cos and sin at the given positions, one column a pair.
+
+        cos[…, i] = attention_factor·cos(positions[…]·inv_freq[i])
+        sin[…, i] = attention_factor·sin(positions[…]·inv_freq[i])      i = 0 … R/2−1
+
+    Shapes: inv_freq (R/2,); positions an int n for 0 … n−1, or an integer tensor of any shape, negative ids too;
+    returns two tables (*positions.shape, R/2), on `device`: by default that of a positions tensor, else of inv_freq.
+    Dtypes: inv_freq float64, or float32 as models store it; all is float64 up to the one rounding to dtype,
+    whatever autocast or the default dtype say. No gradient.
+    Errors: ValueError for floating positions (bfloat16 cannot hold 257), n < 0, an inv_freq of another shape, an
+    attention_factor ≤ 0; TypeError for an inv_freq of another dtype, a dtype that is not floating.
+    Source: RoFormer, arXiv:2104.09864, equation 34; the factor: YaRN, arXiv:2309.00071, section 3.4.
+    """
+    if getattr(inv_freq, "dtype", None) not in (torch.float64, torch.float32):
+        raise TypeError(f"inv_freq takes a float64 or float32 tensor, got {getattr(inv_freq, 'dtype', inv_freq)!r}")
+    if inv_freq.dim() != 1:
+        raise ValueError(f"inv_freq takes one entry a pair, (R/2,), got {tuple(inv_freq.shape)}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype takes a floating dtype, got {dtype!r}")
+    attention_factor = _number({"attention_factor": attention_factor}, "attention_factor")
+    if not isinstance(positions, torch.Tensor):
+        positions = torch.arange(_integer("positions", positions, least=0), device=inv_freq.device)
+    elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
+    device = positions.device if device is None else device
+    angle = positions.to(device, torch.float64)[..., None] * inv_freq.detach().to(device, torch.float64)
+    cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
+    return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
 
 
 # ---------------------------------------------------------------------------------------------- kernels

@@ -1,0 +1,1099 @@
+"""The tables section of rope_kernels.py: frequencies and cos/sin tables against transformers and against float64
+formulas written here, the public reports of cases.md (their numbers stand in each docstring), partial rotation
+against the models' own code. No expected value comes from the product."""
+
+import contextlib
+import copy
+import itertools
+import math
+import random
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV4Config,
+    Glm4Config,
+    GlmConfig,
+    GPTJConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PhiConfig,
+    StableLmConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.cohere import modeling_cohere
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
+from transformers.models.gemma4 import modeling_gemma4
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.glm import modeling_glm
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gptj import modeling_gptj
+from transformers.models.llama import modeling_llama
+from transformers.models.phi import modeling_phi
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.stablelm import modeling_stablelm
+
+from rope_kernels import rope_frequencies, rope_table, torch_partial_rope, torch_rope_interleaved, torch_rope_neox
+
+ONE_TO_EIGHT = torch.arange(1, 9, dtype=torch.float64)
+ROTATIONS = {"neox": torch_rope_neox, "interleaved": torch_rope_interleaved}
+INTEGER_VIEW = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def bits(x):
+    """The bit patterns, so that NaN payloads and the sign of zero count."""
+    return x.contiguous().view(INTEGER_VIEW[x.dtype.itemsize])
+
+
+def plain_table(positions, R, base=10000.0, scale=1.0):
+    """cos and sin by the definition, one float64 number at a time."""
+    angles = [[p * base ** (-2 * i / R) for i in range(R // 2)] for p in positions]
+    return tuple(
+        torch.tensor([[scale * f(a) for a in row] for row in angles], dtype=torch.float64).reshape(len(angles), R // 2)
+        for f in (math.cos, math.sin)
+    )
+
+
+def plain_rope(x, position, mode, base=10000.0, R=None, start=0):
+    """Rotate one row, a list of numbers, by the definition."""
+    R = len(x) if R is None else R
+    y = [float(v) for v in x]
+    for i in range(R // 2):
+        a = position * base ** (-2 * i / R)
+        first, second = (start + i, start + i + R // 2) if mode == "neox" else (start + 2 * i, start + 2 * i + 1)
+        y[first] = float(x[first]) * math.cos(a) - float(x[second]) * math.sin(a)
+        y[second] = float(x[first]) * math.sin(a) + float(x[second]) * math.cos(a)
+    return torch.tensor(y, dtype=torch.float64)
+
+
+# ----------------------------------------------------------------------------- frequencies, by hand and by transformers
+
+
+def by_hand(R, scaling, base=10000.0, seq_len=None, max_position=None):
+    """The formulas of the papers in plain Python, pair by pair."""
+    kind = scaling.get("rope_type") or scaling.get("type")
+    base = scaling.get("rope_theta") or base
+    s, L = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        length = max_position if seq_len is None or seq_len < max_position else seq_len
+        base = base * math.exp(R / (R - 2) * math.log(s * length / max_position - s + 1))
+    theta = [math.exp(-2 * i / R * math.log(base)) for i in range(R // 2)]
+    if kind in ("default", "dynamic"):
+        return theta, 1.0
+    if kind == "linear":
+        return [t / s for t in theta], 1.0
+    if kind == "proportional":
+        kept = scaling.get("partial_rotary_factor", 1.0) * R / 2
+        return [t / (s or 1.0) if i < kept else 0.0 for i, t in enumerate(theta)], 1.0
+    if kind == "llama3":
+        low, high, result = scaling["low_freq_factor"], scaling["high_freq_factor"], []
+        for t in theta:
+            wavelength = 2 * math.pi / t
+            if wavelength < L / high:
+                result.append(t)
+            elif wavelength > L / low:
+                result.append(t / s)
+            else:
+                blend = (L / wavelength - low) / (high - low)
+                result.append((1 - blend) * t / s + blend * t)
+        return result, 1.0
+    if kind == "longrope":
+        s = s or max_position / L
+        divide = scaling["long_factor"] if seq_len is not None and seq_len > L else scaling["short_factor"]
+        factor = 1.0 if s <= 1 else math.sqrt(1 + math.log(s) / math.log(L))
+        given_factor = scaling.get("attention_factor")
+        return [t / d for t, d in zip(theta, divide, strict=True)], factor if given_factor is None else given_factor
+    assert kind == "yarn"
+    L = L or max_position
+    s = s or max_position / L
+
+    def pair_that_turns(times):
+        return R * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)
+    if first == last:
+        last += 0.001
+    result = []
+    for i, t in enumerate(theta):
+        share = min(max((i - first) / (last - first), 0.0), 1.0)
+        result.append(t / s * share + t * (1 - share))
+
+    def m(k):
+        return 1.0 if s <= 1 else 0.1 * k * math.log(s) + 1
+
+    factor = scaling.get("attention_factor")
+    if factor is None:
+        k, k_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        factor = m(k) / m(k_all) if k and k_all else m(1)
+    return result, factor
+
+
+def by_transformers(R, scaling, base=10000.0, seq_len=None, max_position=None):
+    parameters = {"rope_theta": base, **copy.deepcopy(scaling)}
+    parameters["rope_type"] = kind = scaling.get("rope_type") or scaling.get("type")
+    config = LlamaConfig(
+        hidden_size=2 * R,
+        num_attention_heads=2,
+        head_dim=R,
+        max_position_embeddings=max_position or 2048,
+        rope_parameters=parameters,
+    )
+    if kind == "default":  # not among ROPE_INIT_FUNCTIONS: every model brings its own copy of the formula
+        return modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    return ROPE_INIT_FUNCTIONS[kind](config, seq_len=seq_len)
+
+
+SHORT, LONG = [1.0 + 0.02 * i for i in range(48)], [1.05 + 1.3 * i for i in range(48)]
+LLAMA31 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA31["original_max_position_embeddings"] = 8192
+LLAMA32 = {**LLAMA31, "factor": 32.0}
+DEEPSEEK = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0)
+DEEPSEEK["mscale_all_dim"] = 1.0
+GPT_OSS = dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0)
+GPT_OSS["truncate"] = False
+QWEN25 = dict(type="yarn", factor=4.0, original_max_position_embeddings=32768)
+PHI35 = dict(type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=4096)
+GEMMA4 = dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0)
+YARN_64 = dict(rope_type="yarn", original_max_position_embeddings=4096)
+
+GRID = {  # name: R, scaling, base, max_position, sequence lengths
+    "default": (128, dict(rope_type="default"), 1e4, 2048, (None,)),
+    "default in rope_parameters": (128, dict(rope_type="default", rope_theta=5e5), 1e4, 2048, (None,)),
+    "Vicuna 16k, linear": (128, dict(type="linear", factor=4.0), 1e4, 4096, (None, 16384)),
+    "dynamic": (128, dict(type="dynamic", factor=2.0), 1e4, 2048, (None, 16, 2047, 2048, 2049, 4096, 8192)),
+    "dynamic, InternLM2": (128, dict(type="dynamic", factor=2.0), 1e6, 32768, (None, 32769, 200_000)),
+    "dynamic, factor 1": (64, dict(rope_type="dynamic", factor=1.0), 1e4, 2048, (None, 5000)),
+    "Llama-3.1-8B": (128, LLAMA31, 5e5, 131072, (None,)),
+    "Llama-3.2-1B": (64, LLAMA32, 5e5, 131072, (None,)),
+    "Qwen2.5, YaRN 4x": (128, QWEN25, 1e6, 131072, (None,)),
+    "YaRN without original length": (64, dict(rope_type="yarn", factor=4.0), 1e4, 4096, (None,)),
+    "YaRN without factor": (64, {**YARN_64, "factor": None}, 1e4, 65536, (None,)),
+    "DeepSeek-V3": (64, DEEPSEEK, 1e4, 163840, (None,)),
+    "gpt-oss": (64, GPT_OSS, 150000.0, 131072, (None,)),
+    "gpt-oss, truncated": (64, {**GPT_OSS, "truncate": True}, 150000.0, 131072, (None,)),
+    "YaRN, low bound 0": (64, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": 128}, 1e4, 512, (None,)),
+    "YaRN, below range": (64, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": 4}, 1e4, 16, (None,)),
+    "YaRN, equal bounds": (64, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": 6}, 1e4, 24, (None,)),
+    "YaRN, betas": (128, {**YARN_64, "factor": 8.0, "beta_fast": 64, "beta_slow": 2}, 1e4, 32768, (None,)),
+    "Phi-3.5": (96, PHI35, 1e4, 131072, (None, 1, 4096, 4097, 131072)),
+    "LongRoPE, factor": (96, {**PHI35, "factor": 2.0}, 1e4, 131072, (None, 5000)),
+    "LongRoPE, attention_factor": (96, {**PHI35, "attention_factor": 1.19}, 1e4, 131072, (None, 5000)),
+    "LongRoPE, not stretched": (96, PHI35, 1e4, 4096, (None, 4097)),
+    "Gemma-4, full attention": (512, GEMMA4, 1e4, 131072, (None,)),
+    "proportional, whole head": (64, dict(rope_type="proportional"), 1e4, 2048, (None,)),
+    "proportional with factor": (64, {**GEMMA4, "factor": 8.0}, 1e4, 2048, (None,)),
+}
+CALLS = [
+    pytest.param(R, scaling, base, max_position, seq_len, id=f"{name}, {seq_len}")
+    for name, (R, scaling, base, max_position, seq_lens) in GRID.items()
+    for seq_len in seq_lens
+]
+
+
+@pytest.mark.parametrize("R, scaling, base, max_position, seq_len", CALLS)
+def test_frequencies_of_model_configs(R, scaling, base, max_position, seq_len):
+    before = copy.deepcopy(scaling)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inv_freq, factor = rope_frequencies(R, base, scaling, seq_len=seq_len, max_position=max_position)
+    assert scaling == before
+    assert inv_freq.dtype == torch.float64 and inv_freq.shape == (R // 2,) and type(factor) is float
+    expected, expected_factor = by_hand(R, scaling, base, seq_len, max_position)
+    np.testing.assert_allclose(inv_freq.numpy(), expected, rtol=1e-12, atol=0)
+    assert factor == pytest.approx(expected_factor, rel=1e-14)
+    theirs, their_factor = by_transformers(R, scaling, base, seq_len, max_position)
+    np.testing.assert_allclose(inv_freq.numpy(), theirs.double().numpy(), rtol=2e-6, atol=0)
+    assert factor == pytest.approx(float(their_factor), rel=1e-12)
+
+
+positive = dict(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    half=st.integers(1, 128),
+    base=st.floats(2.0, 1e7, **positive),
+    factor=st.floats(0.5, 64.0, **positive),
+    low=st.floats(0.5, 2.0, **positive),
+    width=st.floats(0.5, 30.0, **positive),
+    length=st.integers(2, 1 << 20),
+    truncate=st.booleans(),
+    seq_len=st.integers(0, 1 << 21),
+)
+def test_frequencies_by_formula(half, base, factor, low, width, length, truncate, seq_len):
+    common = dict(factor=factor, original_max_position_embeddings=length)
+    lists = [1 + i / half for i in range(half)], [3 + i * 0.7 for i in range(half)]
+    for scaling in (
+        dict(rope_type="default"),
+        dict(rope_type="linear", factor=factor),
+        dict(rope_type="dynamic", factor=factor),
+        dict(rope_type="llama3", low_freq_factor=low, high_freq_factor=low + width, **common),
+        dict(rope_type="yarn", beta_slow=low, beta_fast=low + width, truncate=truncate, **common),
+        dict(rope_type="longrope", short_factor=lists[0], long_factor=lists[1], **common),
+    ):
+        if scaling["rope_type"] == "dynamic" and half == 1:
+            continue
+        inv_freq, m = rope_frequencies(2 * half, base, scaling, seq_len=seq_len, max_position=length)
+        expected, expected_m = by_hand(2 * half, scaling, base, seq_len, length)
+        np.testing.assert_allclose(inv_freq.numpy(), expected, rtol=1e-11, atol=0, err_msg=scaling["rope_type"])
+        assert m == pytest.approx(expected_m, rel=1e-13)
+
+
+def test_gemma4_takes_its_frequencies_from_the_global_head():
+    """Full-attention layers have a head of 512, 64 of its 256 pairs rotate; sliding ones 256, all pairs."""
+    config = Gemma4TextConfig(num_hidden_layers=6)
+    theirs = modeling_gemma4.Gemma4TextRotaryEmbedding(config)
+    head = config.per_layer_config["full_attention"].head_dim
+    assert config.per_layer_config["sliding_attention"].head_dim == 256
+    full, _ = rope_frequencies(head, scaling=config.rope_parameters["full_attention"])
+    assert head == 512 and int((full > 0).sum()) == 64 and bool((full[64:] == 0).all())
+    np.testing.assert_allclose(full, theirs.full_attention_inv_freq.double(), rtol=2e-6)
+    sliding, _ = rope_frequencies(256, scaling=config.rope_parameters["sliding_attention"])
+    np.testing.assert_allclose(sliding, theirs.sliding_attention_inv_freq.double(), rtol=2e-6)
+    with pytest.raises(ValueError, match="one layer type, got several: .*full_attention"):
+        rope_frequencies(head, scaling=config.rope_parameters)
+
+
+def test_spellings_nulls_and_precedence_of_the_dictionary():
+    new = {"rope_theta": 5e5, **LLAMA31}
+    old = {key: value for key, value in LLAMA31.items() if key != "rope_type"} | {"type": "llama3"}
+    expected, _ = rope_frequencies(128, scaling=new)
+    assert torch.equal(rope_frequencies(128, 5e5, old)[0], expected)
+    assert torch.equal(rope_frequencies(128, 123.0, new)[0], expected)  # rope_theta wins over base
+    assert torch.equal(rope_frequencies(128, 5e5, {**old, "rope_type": "llama3", "rope_theta": None})[0], expected)
+    nulls = "attention_factor beta_fast beta_slow mscale mscale_all_dim type rope_theta low_freq_factor alpha"
+    yarn = {**YARN_64, "factor": 4.0}
+    inv_freq, factor = rope_frequencies(64, 1e4, yarn | dict.fromkeys(nulls.split(" ")))
+    assert torch.equal(inv_freq, rope_frequencies(64, 1e4, yarn)[0]) and factor == 0.1 * math.log(4) + 1
+    for empty in (None, {}, {"rope_type": None}, {"rope_type": "default"}, {"rope_theta": 10000}):
+        assert torch.equal(rope_frequencies(64, 10000, empty)[0], rope_frequencies(64)[0])
+
+
+def test_key_of_another_type_is_ignored_and_unknown_key_warns():
+    plain = rope_frequencies(128, 1e6)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrope = {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24], "partial_rotary_factor": 0.5}
+        assert torch.equal(rope_frequencies(128, 1e6, mrope)[0], plain)
+        assert torch.equal(rope_frequencies(128, 1e6, {"type": "linear", "factor": 1.0, "beta_fast": -3})[0], plain)
+        assert rope_frequencies(128, 1e6, {"type": "linear", "factor": 2.0, "attention_factor": 7.0})[1] == 1.0
+    with pytest.warns(UserWarning, match=r"unknown.*\['alpha', 'beta_quick'\]") as caught:
+        inv_freq, _ = rope_frequencies(128, 1e6, {"rope_type": "default", "beta_quick": 3, "alpha": 1000.0})
+    assert torch.equal(inv_freq, plain) and caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"unknown.*\['base', 'max_position'\]"):
+        inv_freq, _ = rope_frequencies(128, 1e6, {"rope_type": "default", "base": 5.0, "max_position": 7})
+    assert torch.equal(inv_freq, plain)
+
+
+def call(R=64, base=10000.0, seq_len=None, max_position=None, **scaling):
+    return lambda: rope_frequencies(R, base, scaling or None, seq_len=seq_len, max_position=max_position)
+
+
+def changed(scaling, **changes):
+    R = {"longrope": 96}.get(scaling.get("rope_type", scaling.get("type")), 64)
+    kept = {key: value for key, value in {**scaling, **changes}.items() if value is not ...}
+    return call(R, **kept)
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED = [
+    (call(7), ValueError, "rope dim must be even, got R=7"),
+    (call(0), ValueError, "rope_dim must be at least 2, got rope_dim=0"),
+    (call(-4), ValueError, "rope_dim must be at least 2, got rope_dim=-4"),
+    (call(True), TypeError, "rope_dim takes an integer, got True"),
+    (call(64.0), TypeError, "rope_dim takes an integer, got 64.0"),
+    (call(base=0), ValueError, "base takes a finite number above 0, got base=0"),
+    (call(base=-1e4), ValueError, "base takes a finite number above 0"),
+    (call(base=NAN), ValueError, "base takes a finite number above 0, got base=nan"),
+    (call(base=INF), ValueError, "base takes a finite number above 0, got base=inf"),
+    (call(base="1e4"), TypeError, "base takes a number, got '1e4'"),
+    (call(base=True), TypeError, "base takes a number, got True"),
+    (call(base=None), ValueError, "base is missing"),
+    (call(rope_type="default", rope_theta=0.0), ValueError, "rope_theta takes a finite number above 0"),
+    (call(base=1.0, rope_type="yarn", factor=2.0), ValueError, "base takes a finite number above 1, got base=1.0"),
+    (changed(GPT_OSS, rope_theta=0.5), ValueError, "rope_theta takes a finite number above 1"),
+    (lambda: rope_frequencies(64, 1e4, "yarn"), TypeError, "scaling takes a dictionary or None, got 'yarn'"),
+    (lambda: rope_frequencies(64, 1e4, [("factor", 2)]), TypeError, "scaling takes a dictionary or None"),
+    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes default, linear, .*proportional, got 'ntk'"),
+    (call(type="mrope"), ValueError, "rope_type takes .*got 'mrope'"),
+    (call(type=["yarn"]), ValueError, "rope_type takes .*got "),
+    (call(type="linear", rope_type="yarn", factor=2.0), ValueError, "agree, got rope_type='yarn' and type='linear'"),
+    (call(factor=2.0), ValueError, "rope_type is missing"),
+    (call(long_factor=LONG, short_factor=SHORT), ValueError, "rope_type is missing"),
+    (call(rope_type="linear"), ValueError, "factor is missing: it takes a number above 0"),
+    (call(rope_type="linear", factor=None), ValueError, "factor is missing"),
+    *[
+        (changed(scaling, factor=bad), error, message)
+        for scaling in (dict(type="linear"), dict(type="dynamic", max_position=2048), LLAMA31, DEEPSEEK, PHI35)
+        for bad, error, message in (
+            (0, ValueError, "factor takes a finite number above 0, got factor=0"),
+            (-2.0, ValueError, "factor takes a finite number above 0, got factor=-2.0"),
+            (NAN, ValueError, "got factor=nan"),
+            (INF, ValueError, "got factor=inf"),
+            ("8", TypeError, "factor takes a number, got '8'"),
+            (True, TypeError, "factor takes a number, got True"),
+            ([8.0], TypeError, "factor takes a number, got"),
+        )
+    ],
+    (changed(GEMMA4, factor=0), ValueError, "factor takes a finite number above 0"),
+    (call(rope_type="dynamic", factor=2.0), ValueError, "max_position is missing"),
+    (
+        call(rope_type="dynamic", factor=2.0, original_max_position_embeddings=2048),
+        ValueError, "max_position is missing",
+    ),
+    (call(2, rope_type="dynamic", factor=2.0, max_position=8), ValueError, "dynamic takes a rope_dim of at least 4"),
+    (call(max_position=0), ValueError, "max_position must be at least 1, got max_position=0"),
+    (call(max_position=2048.0), TypeError, "max_position takes an integer, got 2048.0"),
+    (call(seq_len=-1), ValueError, "seq_len must be at least 0, got seq_len=-1"),
+    (call(seq_len=True), TypeError, "seq_len takes an integer, got True"),
+    (call(seq_len=torch.tensor(5)), TypeError, "seq_len takes an integer"),
+    (changed(LLAMA31, factor=...), ValueError, "factor is missing"),
+    (changed(LLAMA31, low_freq_factor=...), ValueError, "low_freq_factor is missing"),
+    (changed(LLAMA31, high_freq_factor=None), ValueError, "high_freq_factor is missing"),
+    (changed(LLAMA31, original_max_position_embeddings=...), ValueError, "original_max_position_embeddings is missing"),
+    (changed(LLAMA31, low_freq_factor=0), ValueError, "low_freq_factor takes a finite number above 0"),
+    (changed(LLAMA31, low_freq_factor=4.0), ValueError, "low_freq_factor takes less than high_freq_factor=4, got"),
+    (changed(LLAMA31, low_freq_factor=5.0), ValueError, "low_freq_factor takes less than high_freq_factor=4, got"),
+    (changed(LLAMA31, high_freq_factor=NAN), ValueError, "high_freq_factor takes a finite number"),
+    (changed(DEEPSEEK, factor=...), ValueError, "factor is missing"),
+    (changed(DEEPSEEK, original_max_position_embeddings=...), ValueError, "original_max_position_embeddings is m"),
+    (changed(DEEPSEEK, original_max_position_embeddings=-1), ValueError, "original_max_position_embeddings takes"),
+    (changed(DEEPSEEK, original_max_position_embeddings="4k"), TypeError, "original_max_position_embeddings takes"),
+    (changed(DEEPSEEK, attention_factor=0.0), ValueError, "attention_factor takes a finite number above 0"),
+    (changed(DEEPSEEK, attention_factor="1"), TypeError, "attention_factor takes a number"),
+    (changed(DEEPSEEK, mscale=-1.0), ValueError, "mscale takes a finite number above 0"),
+    (changed(DEEPSEEK, mscale_all_dim=NAN), ValueError, "mscale_all_dim takes a finite number above 0"),
+    (changed(DEEPSEEK, beta_fast=0), ValueError, "beta_fast takes a finite number above 0"),
+    (changed(DEEPSEEK, beta_slow=True), TypeError, "beta_slow takes a number"),
+    (changed(DEEPSEEK, beta_fast=1, beta_slow=32), ValueError, "beta_fast takes at least beta_slow=32, got .*=1"),
+    (changed(DEEPSEEK, truncate=0), TypeError, "truncate takes true or false, got 0"),
+    (changed(DEEPSEEK, truncate="no"), TypeError, "truncate takes true or false, got 'no'"),
+    (changed(PHI35, short_factor=...), ValueError, "short_factor takes R/2=48 numbers, got 0"),
+    (changed(PHI35, long_factor=LONG[:47]), ValueError, "long_factor takes R/2=48 numbers, got 47"),
+    (changed(PHI35, long_factor=4.0), TypeError, "long_factor takes a list of numbers, got 4.0"),
+    (changed(PHI35, short_factor=[0.0, *SHORT[1:]]), ValueError, "short_factor takes a finite number above 0"),
+    (changed(PHI35, long_factor=[-1.0, *LONG[1:]]), ValueError, "long_factor takes a finite number above 0"),
+    (changed(PHI35, long_factor=["1", *LONG[1:]]), TypeError, "long_factor takes a number, got '1'"),
+    (changed(PHI35, long_factor=[True, *LONG[1:]]), TypeError, "long_factor takes a number, got True"),
+    (changed(PHI35, factor=...), ValueError, "factor is missing"),
+    (changed(PHI35, original_max_position_embeddings=1), ValueError, "original_max_position_embeddings takes a finite"),
+    (
+        changed(PHI35, original_max_position_embeddings=..., max_position=131072),
+        ValueError, "original_max_position_embeddings is missing",
+    ),
+    *[
+        (changed(GEMMA4, partial_rotary_factor=share), ValueError, "partial_rotary_factor takes")
+        for share in (0, 0.0, -0.25, 1.25, NAN, 1e-9, 0.3)
+    ],
+    (changed(GEMMA4, partial_rotary_factor="0.25"), TypeError, "partial_rotary_factor takes a number"),
+    (changed(GEMMA4, partial_rotary_factor=True), TypeError, "partial_rotary_factor takes a number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refused, error, message", REFUSED)
+def test_refusal_names_the_key(refused, error, message):
+    with pytest.raises(error, match=message):
+        refused()
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_table_shapes_devices_dtypes():
+    inv_freq, _ = rope_frequencies(8)
+    ids = torch.tensor([[3, 0, 2], [5, 5, 1]])
+    for integer in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        cos, sin = rope_table(inv_freq, ids.to(integer))
+        assert cos.shape == sin.shape == (2, 3, 4) and cos.dtype == torch.float32
+        expected = plain_table(ids.flatten().tolist(), 8)
+        assert torch.equal(cos.reshape(6, 4), expected[0].float())
+        assert torch.equal(sin.reshape(6, 4), expected[1].float())
+    assert torch.equal(rope_table(inv_freq, 6)[0], rope_table(inv_freq, torch.arange(6))[0])
+    assert rope_table(inv_freq, torch.tensor(3))[0].shape == (4,)
+    assert rope_table(inv_freq, 0)[0].shape == (0, 4) and rope_table(inv_freq, ids[:0])[1].shape == (0, 3, 4)
+    assert rope_table(inv_freq[:0], 5)[0].shape == (5, 0)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert all(table.dtype == dtype for table in rope_table(inv_freq, 3, dtype=dtype))
+    assert rope_table(inv_freq, 3, device="meta")[0].device.type == "meta"
+    assert rope_table(inv_freq, ids.to("meta"))[0].device.type == "meta"
+    assert rope_table(inv_freq.to("meta"), 3)[0].device.type == "meta"
+    assert rope_table(inv_freq.to("meta"), ids.to("meta"))[0].shape == (2, 3, 4)
+    assert not rope_table(inv_freq.requires_grad_(), 3)[0].requires_grad
+    model_buffer = inv_freq.detach().float()
+    assert torch.equal(rope_table(model_buffer, 9)[0], rope_table(model_buffer.double(), 9)[0])
+
+
+TABLE_REFUSED = [
+    (dict(positions=torch.tensor([1.0])), ValueError, "positions takes an integer dtype, got torch.float32"),
+    (dict(positions=torch.ones(3, dtype=torch.bfloat16)), ValueError, "positions takes an integer dtype"),
+    (dict(positions=torch.ones(3, dtype=torch.bool)), ValueError, "positions takes an integer dtype, got torch.bool"),
+    (dict(positions=torch.ones(3, dtype=torch.complex64)), ValueError, "positions takes an integer dtype"),
+    (dict(positions=3.0), TypeError, "positions takes an integer, got 3.0"),
+    (dict(positions=True), TypeError, "positions takes an integer, got True"),
+    (dict(positions=[0, 1]), TypeError, r"positions takes an integer, got \[0, 1\]"),
+    (dict(positions=-1), ValueError, "positions must be at least 0, got positions=-1"),
+    (dict(attention_factor=0.0), ValueError, "attention_factor takes a finite number above 0"),
+    (dict(attention_factor=NAN), ValueError, "attention_factor takes a finite number above 0"),
+    (dict(attention_factor=None), ValueError, "attention_factor is missing"),
+    (dict(attention_factor=torch.tensor(1.0)), TypeError, "attention_factor takes a number"),
+    (dict(dtype=torch.int32), TypeError, "dtype takes a floating dtype, got torch.int32"),
+    (dict(dtype="float32"), TypeError, "dtype takes a floating dtype, got 'float32'"),
+    (dict(inv_freq=torch.ones(4, dtype=torch.bfloat16)), TypeError, "inv_freq takes a float64 or float32 tensor, got"),
+    (dict(inv_freq=torch.ones(4, dtype=torch.int64)), TypeError, "inv_freq takes a float64 or float32 tensor, got"),
+    (dict(inv_freq=[1.0, 0.1]), TypeError, r"inv_freq takes a float64 or float32 tensor, got \[1.0"),
+    (dict(inv_freq=torch.ones(2, 4)), ValueError, r"inv_freq takes one entry a pair, \(R/2,\), got \(2, 4\)"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", TABLE_REFUSED)
+def test_table_refusal_names_the_argument(changes, error, message):
+    arguments = {"inv_freq": torch.ones(4, dtype=torch.float64), "positions": 3, "attention_factor": 1.0, **changes}
+    with pytest.raises(error, match=message):
+        rope_table(**arguments)
+
+
+def test_position_beyond_31_bits_or_negative():
+    inv_freq, _ = rope_frequencies(8)
+    far = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 7, 2**53]
+    cos, sin = rope_table(inv_freq, torch.tensor(far), dtype=torch.float64)
+    for row, p in enumerate(far):
+        for i in range(4):
+            assert cos[row, i].item() == pytest.approx(math.cos(p * inv_freq[i].item()), abs=1e-14)
+            assert sin[row, i].item() == pytest.approx(math.sin(p * inv_freq[i].item()), abs=1e-14)
+    assert len(torch.unique(cos[:, 0])) == len(far)
+    ids = torch.tensor([1, 2, 700, 2**31 + 5])
+    (cos, sin), (cos_back, sin_back) = rope_table(inv_freq, ids), rope_table(inv_freq, -ids)
+    assert torch.equal(cos, cos_back) and torch.equal(sin, -sin_back)
+    expected = [4.747657, 2.589009, 3.069849, 4.007998, 1.860041, 5.770358, 6.969651, 7.995996]
+    y = torch_rope_neox(ONE_TO_EIGHT, *rope_table(inv_freq, torch.tensor(-1), dtype=torch.float64))
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+def test_table_rounded_twice_on_the_way_to_half_types():
+    """float64 → float32 → half meets false ties; one rounding must equal numpy's direct one, bit for bit."""
+    inv_freq, _ = rope_frequencies(128)
+    angle = np.arange(4096)[:, None] * inv_freq.numpy()
+    for ours, exact in zip(rope_table(inv_freq, 4096, 1.25, dtype=torch.float16), (np.cos, np.sin), strict=True):
+        value = exact(angle) * 1.25
+        assert np.array_equal(ours.numpy(), value.astype(np.float16))
+        assert not np.array_equal(value.astype(np.float32).astype(np.float16), value.astype(np.float16))
+    for ours, exact in zip(rope_table(inv_freq, 4096, 1.25, dtype=torch.bfloat16), (np.cos, np.sin), strict=True):
+        mantissa, exponent = np.frexp(exact(angle) * 1.25)
+        assert np.array_equal(ours.double().numpy(), np.ldexp(np.rint(mantissa * 256), exponent - 8))
+    tiny = rope_table(inv_freq * 1e-7, 300, dtype=torch.float16)[1]  # subnormal halves
+    assert np.array_equal(tiny.numpy(), np.sin(np.arange(300)[:, None] * (inv_freq.numpy() * 1e-7)).astype(np.float16))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_table_follows_autocast_or_default_dtype(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine; the same test runs on the CPU")
+    ids = torch.tensor([0, 1, 255, 256, 257, 4095, 70000], device=device)
+
+    def build():
+        inv_freq, factor = rope_frequencies(64, 1e4, {**YARN_64, "factor": 4.0})
+        return inv_freq, *rope_table(inv_freq, ids, factor), *rope_table(inv_freq, 5, dtype=torch.bfloat16)
+
+    def default_dtype(dtype):
+        stack = contextlib.ExitStack()
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
+        return stack
+
+    expected = build()
+    assert expected[1].device.type == device and expected[3].device.type == "cpu"
+    for inv_freq, tables in [(expected[0].numpy(), expected[1:3])]:
+        angle = ids.cpu().numpy()[:, None] * inv_freq
+        for table, exact in zip(tables, (np.cos, np.sin), strict=True):
+            np.testing.assert_allclose(table.cpu(), exact(angle) * (0.1 * math.log(4) + 1), rtol=0, atol=1e-7)
+    surroundings = [
+        lambda: torch.autocast(device, torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: default_dtype(torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+        lambda: torch.device("meta"),
+        torch.inference_mode,
+    ]
+    for surrounding in surroundings:
+        with surrounding():
+            result = build()
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(result, expected, strict=True))
+
+
+# --------------------------------------------------------------------------------------- the reported faults, B01 … B25
+
+
+def test_wrong_convention_after_weight_conversion():
+    """B01. The permutation that turns Meta's weights into Hugging Face's swaps one convention for the other."""
+    cos, sin = rope_table(rope_frequencies(8)[0], torch.tensor(1), dtype=torch.float64)
+    neox, interleaved = torch_rope_neox(ONE_TO_EIGHT, cos, sin), torch_rope_interleaved(ONE_TO_EIGHT, cos, sin)
+    expected = [-3.667053, 1.391008, 2.929851, 3.991998, 3.542983, 6.169692, 7.029650, 8.003996]
+    np.testing.assert_allclose(neox, expected, atol=1e-6)
+    expected = [-1.142640, 1.922076, 2.585679, 4.279517, 4.939751, 6.049699, 6.991997, 8.006996]
+    np.testing.assert_allclose(interleaved, expected, atol=1e-6)
+    perm = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    assert torch.equal(torch_rope_neox(ONE_TO_EIGHT[perm], cos, sin), interleaved[perm])
+    assert not torch.equal(perm[perm], torch.arange(8))
+    # projections of 4 query and 2 key heads: the permutation is one for each head; whole numbers, so sums are exact
+    h = randn(5, 32).mul(8).round()
+    cos, sin = (table[:, None] for table in rope_table(rope_frequencies(8)[0], 5, dtype=torch.float64))
+    for heads in (4, 2):
+        meta = randn(heads, 8, 32, seed=heads).mul(8).round()
+        q_meta, q_hf = (torch.einsum("hrd,td->thr", w, h) for w in (meta, meta[:, perm]))
+        assert torch.equal(torch_rope_neox(q_hf, cos, sin), torch_rope_interleaved(q_meta, cos, sin)[..., perm])
+        twice = torch_rope_neox(q_hf[..., perm], cos, sin)
+        never = torch_rope_neox(q_meta, cos, sin)
+        for wrong in (twice, never):
+            assert (wrong[1:] - torch_rope_interleaved(q_meta, cos, sin)[1:][..., perm]).abs().max() > 0.5
+    full = torch.cat((cos, cos), -1).transpose(0, 1), torch.cat((sin, sin), -1).transpose(0, 1)
+    theirs, _ = modeling_llama.apply_rotary_pos_emb(q_meta[None], q_meta[None], *full, unsqueeze_dim=2)
+    assert torch.equal(torch_rope_neox(q_meta, cos, sin), theirs[0])
+    paired = tuple(table.repeat_interleave(2, -1).transpose(0, 1) for table in (cos, sin))
+    x = q_meta.float()[None]
+    theirs, _ = modeling_cohere.apply_rotary_pos_emb(x, x, paired[0].float(), paired[1].float(), unsqueeze_dim=2)
+    assert torch.equal(torch_rope_interleaved(x[0], cos.float(), sin.float()), theirs[0])
+
+
+def test_gptj_taken_for_neox():
+    """B02. GPT-J rotates adjacent pairs of the first 64 of 256 channels; at position 5 a mistake is of order 1."""
+    table = rope_table(rope_frequencies(8)[0], torch.tensor(5), dtype=torch.float64)
+    np.testing.assert_allclose(torch_rope_neox(ONE_TO_EIGHT, *table)[:2], [5.078284, -1.121388], atol=1e-6)
+    np.testing.assert_allclose(torch_rope_interleaved(ONE_TO_EIGHT, *table)[:2], [2.201511, -0.391600], atol=1e-6)
+    x = randn(256)
+    cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor(5), dtype=torch.float64)
+    y = torch_partial_rope(x, cos, sin, "interleaved", 0)
+    np.testing.assert_allclose(y, plain_rope(x, 5, "interleaved", R=64), atol=1e-13)
+    assert torch.equal(y[64:], x[64:])
+
+
+def test_one_convention_for_attention_and_indexer():
+    """B02. DeepSeek-V3.2's attention takes adjacent pairs and its indexer half-split ones, from the same table."""
+    q = randn(6, 64)
+    cos, sin = rope_table(rope_frequencies(64)[0], torch.arange(5, 11), dtype=torch.float64)
+    for mode, rotate in ROTATIONS.items():
+        expected = torch.stack([plain_rope(row, 5 + t, mode) for t, row in enumerate(q)])
+        np.testing.assert_allclose(rotate(q, cos, sin), expected, atol=1e-12)
+    assert (torch_rope_neox(q, cos, sin) - torch_rope_interleaved(q, cos, sin)).abs().max() > 1
+
+
+def test_interleaved_input_comes_out_half_split():
+    """B03. transformers' DeepSeek-V3 helper returns the even channels, then the odd: scores agree, layouts do not."""
+    ids = torch.tensor([0, 1, 7, 300, 4097])
+    q, k = randn(5, 64, seed=1), randn(5, 64, seed=2)
+    cos, sin = rope_table(rope_frequencies(64)[0], ids, dtype=torch.float64)
+    full = torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None]
+    theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(q[None, None], k[None, None], *full)
+    evens_then_odds = torch.cat((torch.arange(0, 64, 2), torch.arange(1, 64, 2)))
+    ours = [torch_rope_interleaved(x, cos, sin) for x in (q, k)]
+    for mine, their in zip(ours, theirs, strict=True):
+        assert torch.equal(mine[:, evens_then_odds], their[0, 0])
+        assert (mine - their[0, 0]).abs().max() > 1 and not torch.equal(mine[0], their[0, 0, 0])
+    np.testing.assert_allclose(ours[0] @ ours[1].T, theirs[0][0, 0] @ theirs[1][0, 0].T, atol=1e-11)
+    expected = torch.stack([plain_rope(row, p, "interleaved") for row, p in zip(q, ids.tolist(), strict=True)])
+    np.testing.assert_allclose(ours[0], expected, atol=1e-12)
+
+
+def test_partial_frequencies_taken_from_head_dim():
+    """B04. The denominator and the pair distance are those of the 64 rotated channels, not of the head's 256."""
+    inv_freq, _ = rope_frequencies(64)
+    np.testing.assert_allclose(inv_freq[[0, 1, 2, 31]], [1, 0.7498942, 0.5623413, 1.333521e-4], rtol=1e-6)
+    x = randn(256)
+    cos, sin = rope_table(inv_freq, torch.tensor(700), dtype=torch.float64)
+    y = torch_partial_rope(x, cos, sin, start=0)
+    np.testing.assert_allclose(y, plain_rope(x, 700, "neox", R=64), atol=1e-12)
+    assert torch.equal(y[64:], x[64:])
+    wide = rope_frequencies(256)[0]
+    np.testing.assert_allclose(wide[[1, 2, 31]], [0.9305720, 0.8659643, 0.1074608], rtol=1e-6)
+    wrong = torch_partial_rope(x, *rope_table(wide[:32], torch.tensor(700), dtype=torch.float64), start=0)
+    assert (wrong - y).abs().max() > 1
+    full = torch.cat((cos, cos))[None, None], torch.cat((sin, sin))[None, None]
+    theirs, _ = modeling_gpt_neox.apply_rotary_pos_emb(x[None, None, None], x[None, None, None], *full)
+    assert torch.equal(y, theirs.flatten())
+
+
+@pytest.mark.parametrize(
+    "mode, start, expected",
+    [
+        ("neox", 0, [-1.217058, 1.715331, 2.918693, 4.130090, 5, 6, 7, 8]),
+        ("neox", None, [1, 2, 3, 4, -0.829395, 5.425763, 8.562249, 8.400065]),
+        ("interleaved", 0, [-0.560071, 2.164791, 2.712882, 4.200033, 5, 6, 7, 8]),
+        ("interleaved", None, [1, 2, 3, 4, -0.172408, 7.808347, 6.423314, 8.470008]),
+    ],
+)
+def test_partial_rotates_the_wrong_channels(mode, start, expected):
+    """B05. Norms agree for all four choices: only the values tell."""
+    cos, sin = rope_table(rope_frequencies(4)[0], torch.tensor(7), dtype=torch.float64)
+    np.testing.assert_allclose(torch_partial_rope(ONE_TO_EIGHT, cos, sin, mode, start), expected, atol=1e-6)
+    for width, R in ((128, 64), (192, 64)):  # GLM-4's head; 128 + 64 channels of MLA
+        x = randn(3, width)
+        table = rope_table(rope_frequencies(R)[0], 3, dtype=torch.float64)
+        first = width - R if start is None else start
+        rows = [plain_rope(row, p, mode, R=R, start=first) for p, row in enumerate(x)]
+        np.testing.assert_allclose(torch_partial_rope(x, *table, mode, start), torch.stack(rows), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ROTATIONS)
+def test_untouched_channels_lose_bits(mode, dtype):
+    """B05. NaN payloads, −0.0, infinities and subnormals of the other channels survive to the bit."""
+    generator = torch.Generator().manual_seed(3)
+    integer = INTEGER_VIEW[dtype.itemsize]
+    limits = torch.iinfo(integer)
+    x = torch.randint(limits.min, limits.max, (5, 4, 96), generator=generator, dtype=integer).view(dtype)
+    infinity = torch.tensor(INF, dtype=dtype)
+    payload = (bits(infinity) + 5).view(dtype)  # a NaN that is not the default one
+    assert payload.isnan() and not torch.equal(bits(payload), bits(torch.tensor(NAN, dtype=dtype)))
+    special = torch.stack((payload, infinity, -infinity, torch.tensor(-0.0, dtype=dtype)))
+    cos, sin = (table[:, None] for table in rope_table(rope_frequencies(32)[0], 5))
+    for start in (0, 20, 64, None):
+        first = 64 if start is None else start
+        x[..., first : first + 32] = randn(5, 4, 32, dtype=dtype)
+        others = torch.cat((torch.arange(first), torch.arange(first + 32, 96)))
+        x[..., others[[0, 5, -7, -1]]] = special
+        before = bits(x).clone()
+        y = torch_partial_rope(x, cos, sin, mode, start)
+        assert torch.equal(bits(y)[..., others], before[..., others]) and torch.equal(bits(x), before)
+        assert y[..., first : first + 32].isfinite().all()
+        rotated = ROTATIONS[mode](x[..., first : first + 32], cos, sin)
+        assert torch.equal(bits(y[..., first : first + 32]), bits(rotated))
+        assert not torch.equal(bits(rotated)[1:], before[1:, :, first : first + 32])
+
+
+@pytest.mark.parametrize("mode", ROTATIONS)
+def test_partial_of_full_or_zero_width(mode):
+    """B05, B22. R = width is the full rotation and R = 0 the identity, down to NaN payloads."""
+    x = randn(5, 64)
+    cos, sin = rope_table(rope_frequencies(64)[0], 5, dtype=torch.float64)
+    for start in (None, 0):
+        assert torch.equal(torch_partial_rope(x, cos, sin, mode, start), ROTATIONS[mode](x, cos, sin))
+    x[0, :3] = torch.tensor([NAN, -INF, -0.0])
+    empty = rope_table(torch.empty(0, dtype=torch.float64), 5)
+    for start in (None, 0, 7, 64):
+        assert torch.equal(bits(torch_partial_rope(x, *empty, mode, start)), bits(x))
+
+
+def test_positions_and_frequencies_in_low_precision():
+    """B07. The angle of position 1857, pair 1 is 1044.27; in half precision it is 1045 and its cos off by 0.78."""
+    inv_freq, _ = rope_frequencies(32)
+    assert 1857 * inv_freq[1].item() == pytest.approx(1044.2678409, abs=1e-6)
+    cos, sin = rope_table(inv_freq, 2048)
+    assert cos[1857, 1].item() == pytest.approx(0.3066928, abs=1e-6)
+    for table, exact in zip((cos, sin), plain_table(range(2048), 32), strict=True):
+        assert (table.double() - exact).abs().max() <= 3e-8
+    cos, sin = rope_table(inv_freq, torch.arange(65536, 65664))
+    assert len(torch.unique(torch.cat((cos, sin), -1), dim=0)) == 128
+    assert [cos[3, 0].item(), sin[3, 0].item()] == pytest.approx([0.616946705, -0.787004932], abs=3e-8)
+    for dtype in (torch.bfloat16, torch.float16):
+        cos, sin = rope_table(inv_freq, torch.arange(250, 271), dtype=dtype)
+        assert len(torch.unique(torch.cat((cos, sin), -1), dim=0)) == 21  # 256 and 257 among them
+        exact = plain_table(range(250, 271), 32)
+        assert torch.equal(cos, exact[0].to(dtype)) and torch.equal(sin, exact[1].to(dtype))
+    with pytest.raises(ValueError, match="positions takes an integer dtype"):
+        rope_table(inv_freq, torch.arange(250.0, 271.0))
+
+
+def test_half_precision_tables_or_upcast_result():
+    """B09. With float32 tables bf16 rows are rounded once; bf16 tables would miss 147 248 of 524 288 elements."""
+    x = randn(4096, 128, dtype=torch.bfloat16)
+    inv_freq, _ = rope_frequencies(128)
+    cos, sin = rope_table(inv_freq, 4096)
+    exact_table = rope_table(inv_freq, 4096, dtype=torch.float64)
+    for rotate in ROTATIONS.values():
+        y, exact = rotate(x, cos, sin), rotate(x.double(), *exact_table)
+        assert y.dtype == torch.bfloat16
+        assert int((y != exact.bfloat16()).sum()) <= 40  # the products nearly cancel, or nearly a tie
+        assert bool(((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all())
+        coarse = rotate(x, cos.bfloat16(), sin.bfloat16())
+        assert coarse.dtype == torch.bfloat16 and int((coarse != exact.bfloat16()).sum()) > 100_000
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert torch_partial_rope(x[:3].to(dtype), cos[:3, :32], sin[:3, :32]).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "R, scaling, kept, blended, values",
+    [
+        (
+            128, LLAMA31, 29, 35,
+            {28: 3.211445995e-3, 29: 2.166570764e-3, 34: 1.785078128e-4, 35: 9.556212354e-5, 63: 3.068925989e-7},
+        ),
+        (64, LLAMA32, 15, 18, {15: 1.290547928e-3, 17: 9.708287803e-5, 18: 1.946163818e-5, 31: 9.418306725e-8}),
+    ],
+)  # fmt: skip
+def test_llama3_smooth_band_lost_or_divided_twice(R, scaling, kept, blended, values):
+    """B10. Three bands: unchanged, blended from the original frequencies, divided by the factor."""
+    inv_freq, factor = rope_frequencies(R, 5e5, scaling)
+    plain, _ = rope_frequencies(R, 5e5)
+    for i, value in values.items():
+        assert inv_freq[i].item() == pytest.approx(value, rel=1e-9)
+    assert torch.equal(inv_freq[:kept], plain[:kept]) and factor == 1.0
+    assert torch.equal(inv_freq[blended:], plain[blended:] / scaling["factor"])
+    band = inv_freq[kept:blended]
+    assert bool(((band < plain[kept:blended]) & (band > plain[kept:blended] / scaling["factor"])).all())
+
+
+def test_yarn_range_ignores_truncate():
+    """B11. gpt-oss asks for no rounding of the range (8.09, 17.40); rounding it is 43 % off at pair 17."""
+    for truncate, values in (
+        (False, {12: 6.794959490e-3, 17: 1.293187012e-4}),
+        (True, {12: 7.015713911e-3, 17: 2.279477958e-4}),
+    ):
+        inv_freq, factor = rope_frequencies(64, 150000.0, {**GPT_OSS, "truncate": truncate})
+        for i, value in values.items():
+            assert inv_freq[i].item() == pytest.approx(value, rel=1e-9)
+        assert factor == pytest.approx(0.1 * math.log(32) + 1)
+    cos, _ = rope_table(rope_frequencies(64, 150000.0, GPT_OSS)[0], torch.tensor([4000]), factor)
+    assert cos[0, 17].item() == pytest.approx(1.1704, abs=5e-5)
+
+
+@pytest.mark.parametrize("length", [128, 6, 4])
+def test_yarn_range_at_or_below_zero(length):
+    """B11. Bounds that fall on or below the first pair: finite, and transformers' values."""
+    inv_freq, _ = rope_frequencies(64, 1e4, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": length})
+    theirs, _ = by_transformers(64, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": length})
+    assert inv_freq.isfinite().all()
+    np.testing.assert_allclose(inv_freq, theirs.double(), rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        (dict(factor=64), 1.415888308),
+        (dict(factor=64, attention_factor=1.0), 1.0),
+        (dict(factor=128, attention_factor=1.485203), 1.485203),
+        (dict(factor=128), 1.485203026),
+        (dict(factor=16, mscale=1, mscale_all_dim=1), 1.0),
+        (dict(factor=40, mscale=0.707, mscale_all_dim=0.707), 1.0),
+        (dict(factor=40, mscale=1, mscale_all_dim=0.707), 1.085726399),
+        (dict(factor=40, mscale=1, mscale_all_dim=0), 1.368887945),
+        (dict(factor=40, mscale=0.707), 1.368887945),
+        (dict(factor=1), 1.0),
+        (dict(factor=0.5), 1.0),
+        (dict(factor=64, attention_factor=None), 1.415888308),
+    ],
+)
+def test_yarn_attention_factor_applied_twice_or_lost(keys, expected):
+    """B12. The factor multiplies cos and sin once, at every position: row 0 is the factor, q·k grows by its square."""
+    inv_freq, factor = rope_frequencies(64, 1e4, {**YARN_64, **keys})
+    assert factor == pytest.approx(expected, rel=1e-9)
+    cos, sin = rope_table(inv_freq, 6, factor, dtype=torch.float64)
+    assert torch.equal(cos[0], torch.full((32,), factor, dtype=torch.float64)) and not sin[0].any()
+    np.testing.assert_allclose(torch.hypot(cos, sin), np.full((6, 32), factor), rtol=1e-14)
+    q, k = randn(64, seed=1), randn(64, seed=2)
+    score = torch_rope_neox(q, cos[5], sin[5]) @ torch_rope_neox(k, cos[5], sin[5])
+    assert score.item() == pytest.approx(factor**2 * (q @ k).item())
+
+
+def test_dynamic_sticks_to_the_longest_sequence():
+    """B14. The base follows the length of each call, whatever was called before."""
+    scaling = dict(type="dynamic", factor=2.0)
+    expected = {2048: 10000.0, 2049: 10009.920712, 4096: 30527.736749, 8192: 72195.860087, 16: 10000.0}
+    fresh = rope_frequencies(128, 1e4, scaling, seq_len=16, max_position=2048)[0]
+    for seq_len in (8192, 16, 2049, 4096, 16, 2048, 8192):
+        inv_freq, _ = rope_frequencies(128, 1e4, scaling, seq_len=seq_len, max_position=2048)
+        assert inv_freq[1].item() ** -64 == pytest.approx(expected[seq_len], rel=1e-10)
+        assert seq_len != 16 or torch.equal(inv_freq, fresh)
+    assert torch.equal(fresh, rope_frequencies(128)[0])
+
+
+def test_call_depends_on_the_calls_before():
+    """B14. Llama 3 then YaRN of the same width, in any order, with results written over: the same bits as at first."""
+    calls = [(R, s, base, m, n) for R, s, base, m, lengths in GRID.values() for n in lengths]
+    calls += [(64, LLAMA32, 1e4, 4096, None), (64, {**YARN_64, "factor": 32.0}, 1e4, 4096, None)]
+    first = {}
+    generator = random.Random(0)
+    for _ in range(3):
+        for index in generator.sample(range(len(calls)), len(calls)):
+            R, scaling, base, max_position, seq_len = calls[index]
+            inv_freq, factor = rope_frequencies(R, base, scaling, seq_len=seq_len, max_position=max_position)
+            kept, kept_factor = first.setdefault(index, (inv_freq.clone(), factor))
+            assert torch.equal(inv_freq, kept) and factor == kept_factor
+            inv_freq.fill_(NAN)
+
+
+def test_table_of_another_layout_is_broadcast():
+    """B15. One column a pair is the contract; doubled tables, of either order, are refused by both conventions."""
+    x = randn(8)
+    cos, sin = rope_table(rope_frequencies(8)[0], torch.tensor([3]), dtype=torch.float64)
+    assert cos.shape == (1, 4)
+    for rotate in ROTATIONS.values():
+        for doubled in (torch.cat((cos, cos), -1), cos.repeat_interleave(2, -1), cos[:, :1], cos[:, :3]):
+            with pytest.raises(ValueError, match="one column a pair, 4 for R=8"):
+                rotate(x[None], doubled, sin)
+            with pytest.raises(ValueError, match="one column a pair, 4 for R=8"):
+                rotate(x[None], cos, doubled)
+    # each doubled layout is right with its own pairing, and equals the result from the R/2 columns exactly
+    half_turn = torch.cat((-x[4:], x[:4]))
+    doubled = x * torch.cat((cos, cos), -1) + half_turn * torch.cat((sin, sin), -1)
+    assert torch.equal(torch_rope_neox(x[None], cos, sin), doubled)
+    quarter_turn = torch.stack((-x[1::2], x[0::2]), -1).flatten()
+    repeated = x * cos.repeat_interleave(2, -1) + quarter_turn * sin.repeat_interleave(2, -1)
+    assert torch.equal(torch_rope_interleaved(x[None], cos, sin), repeated)
+
+
+def test_distinct_halves_lose_the_second():
+    """B15. A table with different halves, [angles of 2 | angles of 7], is no rotation by one angle a pair: refused."""
+    x = randn(8)
+    inv_freq, _ = rope_frequencies(8)
+    cos, sin = rope_table(inv_freq, torch.tensor([2, 7]), dtype=torch.float64)
+    with pytest.raises(ValueError, match="one column a pair, 4 for R=8, got"):
+        torch_rope_neox(x, cos.flatten(), sin.flatten())
+    right = x * cos.flatten() + torch.cat((-x[4:], x[:4])) * sin.flatten()
+    assert (right - torch_rope_neox(x, cos[0], sin[0])).abs().max() > 0.1
+    # two axes that do rotate take the pairs in turn: the first R/4 columns from one axis, the rest from the other
+    by_axis = torch.cat((cos[0, :2], cos[1, 2:])), torch.cat((sin[0, :2], sin[1, 2:]))
+    y = torch_rope_neox(x, *by_axis)
+    for i, p in ((0, 2), (1, 2), (2, 7), (3, 7)):
+        a = p * 10000.0 ** (-2 * i / 8)
+        assert y[i].item() == pytest.approx(x[i].item() * math.cos(a) - x[i + 4].item() * math.sin(a), abs=1e-14)
+
+
+@pytest.mark.parametrize("mode", ROTATIONS)
+def test_score_depends_on_absolute_position(mode):
+    """B15. dot(f(q, 5), f(k, 3)) = dot(f(q, 105), f(k, 103)), for every scaling."""
+    q, k = randn(64, seed=1), randn(64, seed=2)
+    for scaling in (None, LLAMA32, GPT_OSS, DEEPSEEK, {**GEMMA4, "factor": 2.0}):
+        inv_freq, factor = rope_frequencies(64, 1e4, scaling)
+        cos, sin = rope_table(inv_freq, torch.tensor([5, 3, 105, 103]), factor, dtype=torch.float64)
+        f = [ROTATIONS[mode](x, c, s) for x, c, s in zip((q, k, q, k), cos, sin, strict=True)]
+        assert (f[0] @ f[1]).item() == pytest.approx((f[2] @ f[3]).item(), abs=1e-10)
+
+
+@pytest.mark.parametrize("width, share", [(7, 1), (10, 0.3), (66, 0.5), (65, 1)])
+def test_odd_width_rotates_one_channel_less(width, share):
+    """B22. An odd rotary width is refused with its R, by the tables and by the references."""
+    R = round(width * share)
+    with pytest.raises(ValueError, match=f"rope dim must be even, got R={R}"):
+        rope_frequencies(R)
+    for rotate in ROTATIONS.values():
+        with pytest.raises(ValueError, match=f"rope dim must be even, got R={R}"):
+            rotate(randn(3, R), *plain_table(range(3), R - 1))
+
+
+def test_zero_width():
+    """B22. No rotary channels: no frequencies to ask for, an empty table, the identity."""
+    with pytest.raises(ValueError, match="rope_dim=0"):
+        rope_frequencies(0)
+    cos, sin = rope_table(torch.empty(0, dtype=torch.float64), 5)
+    assert cos.shape == sin.shape == (5, 0)
+    x = randn(5, 10)
+    assert torch.equal(torch_partial_rope(x, cos, sin), x)
+    assert all(rotate(x[:, :0], cos, sin).shape == (5, 0) for rotate in ROTATIONS.values())
+
+
+def test_partial_share_cut_instead_of_checked():
+    """B22. 180 · 0.7 is 126 channels, though int() of it is 125; 90 · 0.7 is 63, odd, though int() gives 62."""
+    assert int(180 * 0.7) == 125 and int(90 * 0.7) == 62
+    inv_freq, _ = rope_frequencies(180, scaling=dict(rope_type="proportional", partial_rotary_factor=0.7))
+    assert int((inv_freq > 0).sum()) == 63
+    with pytest.raises(ValueError, match="partial_rotary_factor takes whole pairs of R/2=45 in .*got 0.7"):
+        rope_frequencies(90, scaling=dict(rope_type="proportional", partial_rotary_factor=0.7))
+
+
+@pytest.mark.parametrize("mode", ROTATIONS)
+@pytest.mark.parametrize("scale", [1.0, 1.190238])
+def test_gradient_with_the_wrong_sign(mode, scale):
+    """B25. The gradient is the rotation with −sin and the same scaled tables; the inverse is that over scale²."""
+    rotate = ROTATIONS[mode]
+    cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor([0, 5, 1000]), scale, dtype=torch.float64)
+    x, g = randn(3, 64, seed=1).requires_grad_(), randn(3, 64, seed=2)
+    y = rotate(x, cos, sin)
+    for _ in range(2):  # a second backward gives the same
+        (grad,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        assert torch.equal(grad, rotate(g, cos, -sin))
+    assert torch.equal(grad[0], g[0] * scale)
+    np.testing.assert_allclose(rotate(y.detach(), cos, -sin) / scale**2, x.detach(), atol=1e-12)
+    assert (rotate(g, cos, sin) - grad)[1:].abs().max() > 1 and torch.equal(rotate(g, cos, sin)[0], grad[0])
+    assert torch.autograd.gradcheck(lambda v: rotate(v, cos, sin), x)
+    partial = torch_partial_rope(x, cos[:, :8], sin[:, :8], mode)
+    (grad,) = torch.autograd.grad(partial, x, g)
+    assert torch.equal(grad, torch_partial_rope(g, cos[:, :8], -sin[:, :8], mode))
+    half = randn(3, 64, dtype=torch.bfloat16).requires_grad_()
+    tables = cos.float(), sin.float()
+    (grad,) = torch.autograd.grad(rotate(half, *tables), half, g.bfloat16())
+    assert grad.dtype == torch.bfloat16 and not any(table.requires_grad for table in tables)
+    exact = rotate(g.bfloat16().double(), cos, -sin)
+    np.testing.assert_allclose(grad.double(), exact, rtol=2**-7, atol=2**-8)
+
+
+# ----------------------------------------------------------------------------- partial rotation in transformers' models
+
+
+def doubled(table):
+    """The layout that most models take: both halves the same, with a batch axis."""
+    return torch.cat((table, table), -1)[None]
+
+
+def gpt_neox(x, cos, sin):
+    return modeling_gpt_neox.apply_rotary_pos_emb(x, x, doubled(cos), doubled(sin))[0]
+
+
+def glm(x, cos, sin):
+    return modeling_glm.apply_rotary_pos_emb(x, x, doubled(cos), doubled(sin))[0]
+
+
+def glm4(x, cos, sin):
+    return modeling_glm4.apply_rotary_pos_emb(x, x, doubled(cos), doubled(sin))[0]
+
+
+def deepseek_v4(x, cos, sin):
+    return modeling_deepseek_v4.apply_rotary_pos_emb(x, cos[None], sin[None])
+
+
+def gemma4(x, cos, sin):
+    return modeling_gemma4.apply_rotary_pos_emb(x, doubled(cos), doubled(sin))
+
+
+def through_attention(module, attention, x, tables, monkeypatch, **arguments):
+    """Run a whole attention layer whose query projection yields x, and return the query that reaches the scores."""
+    seen = {}
+
+    def scores(self, query, key, value, *_, **__):
+        seen["query"] = query
+        return value.transpose(1, 2), None
+
+    monkeypatch.setattr(module, "eager_attention_forward", scores)
+    batch, heads, length, width = x.shape
+    rows = x.transpose(1, 2).reshape(batch, length, heads * width)
+    attention.q_proj.forward = lambda hidden: rows
+    attention(torch.zeros(batch, length, attention.config.hidden_size), position_embeddings=tables, **arguments)
+    return seen["query"]
+
+
+def phi(x, cos, sin, monkeypatch):
+    config = PhiConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
+    attention = modeling_phi.PhiAttention(config, layer_idx=0)
+    return through_attention(modeling_phi, attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
+
+
+def stablelm(x, cos, sin, monkeypatch):
+    config = StableLmConfig(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
+    attention = modeling_stablelm.StableLmAttention(config, layer_idx=0)
+    return through_attention(
+        modeling_stablelm, attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None
+    )
+
+
+def gptj(x, cos, sin, monkeypatch):
+    config = GPTJConfig(n_embd=512, n_head=2, rotary_dim=64, attn_implementation="eager")
+    attention = modeling_gptj.GPTJAttention(config, layer_idx=0)
+    return through_attention(modeling_gptj, attention, x, (sin[None], cos[None]), monkeypatch)
+
+
+MODELS = {  # head width, R, the call that reproduces the model, the model's own code
+    "GPT-NeoX": (96, 24, dict(mode="neox", start=0), gpt_neox),
+    "GPT-J": (256, 64, dict(mode="interleaved", start=0), gptj),
+    "GLM": (128, 64, dict(mode="interleaved", start=0), glm),
+    "GLM-4": (128, 64, dict(mode="interleaved", start=0), glm4),
+    "Phi": (64, 32, dict(mode="neox", start=0), phi),
+    "StableLM": (80, 20, dict(mode="neox", start=0), stablelm),
+    "DeepSeek-V4": (512, 64, dict(mode="interleaved", start=None), deepseek_v4),
+    "Gemma-4": (512, 512, dict(mode="neox", start=0), gemma4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_partial_rotation_of_models(name, monkeypatch):
+    """Bit for bit the same, from the same float32 tables, and no other choice of pairs and channels gives that."""
+    width, R, choice, model = MODELS[name]
+    inv_freq, _ = rope_frequencies(R, scaling=GEMMA4 if name == "Gemma-4" else None)
+    cos, sin = rope_table(inv_freq, torch.tensor([1, 2, 7, 300, 4097]))
+    x = randn(2, 2, 5, width, dtype=torch.float32)
+    theirs = model(x, cos, sin, monkeypatch) if model in (phi, stablelm, gptj) else model(x, cos, sin)
+    assert torch.equal(torch_partial_rope(x, cos, sin, **choice), theirs)
+    for mode, start in itertools.product(ROTATIONS, {0, width - R}):
+        same = mode == choice["mode"] and start in (choice["start"], width - R if choice["start"] is None else 0)
+        assert torch.equal(torch_partial_rope(x, cos, sin, mode, start), theirs) == same
+    if name == "DeepSeek-V4":  # the one that computes in float32 whatever x is
+        half = x.bfloat16()
+        assert torch.equal(torch_partial_rope(half, cos, sin, **choice), model(half, cos, sin))
+    if name == "Gemma-4":  # its untouched channels lie in both halves: pairs of frequency zero
+        untouched = torch.cat((torch.arange(64, 256), torch.arange(320, 512)))
+        assert torch.equal(theirs[..., untouched], x[..., untouched])
+        assert not torch.isclose(theirs[..., :64], x[..., :64]).all() and int((inv_freq > 0).sum()) == 64
+
+
+def test_partial_rotation_of_deepseek_v3(monkeypatch):
+    """The last 64 of 128 + 64 channels, adjacent pairs; its helper then stores evens before odds."""
+    small = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=32, q_lora_rank=None)
+    config = DeepseekV3Config(**small, attn_implementation="eager")
+    attention = modeling_deepseek_v3.DeepseekV3Attention(config, layer_idx=0)
+    cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor([1, 2, 7, 300, 4097]))
+    x = randn(2, 2, 5, 192, dtype=torch.float32)
+    theirs = through_attention(
+        modeling_deepseek_v3, attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None
+    )
+    order = torch.cat((torch.arange(128), torch.arange(128, 192, 2), torch.arange(129, 192, 2)))
+    assert torch.equal(torch_partial_rope(x, cos, sin, "interleaved")[..., order], theirs)
+
+
+def test_frequencies_and_tables_of_models():
+    """What the models' own rotary modules give for a default config: R, cos and sin at the first 200 positions."""
+    ids = torch.arange(200)[None]
+    deepseek = DeepseekV3Config(rope_scaling=copy.deepcopy(DEEPSEEK), max_position_embeddings=163840)
+    for config, module, R, scaling, layer_type in (
+        (GPTNeoXConfig(), modeling_gpt_neox.GPTNeoXRotaryEmbedding, 24, None, ()),
+        (GlmConfig(), modeling_glm.GlmRotaryEmbedding, 64, None, ()),
+        (Glm4Config(), modeling_glm4.Glm4RotaryEmbedding, 64, None, ()),
+        (PhiConfig(), modeling_phi.PhiRotaryEmbedding, 32, None, ()),
+        (StableLmConfig(), modeling_stablelm.StableLmRotaryEmbedding, 20, None, ()),
+        (DeepseekV3Config(), modeling_deepseek_v3.DeepseekV3RotaryEmbedding, 64, None, ()),
+        (deepseek, modeling_deepseek_v3.DeepseekV3RotaryEmbedding, 64, DEEPSEEK, ()),
+        (DeepseekV4Config(), modeling_deepseek_v4.DeepseekV4RotaryEmbedding, 64, None, ("main",)),
+        (Gemma4TextConfig(), modeling_gemma4.Gemma4TextRotaryEmbedding, 512, GEMMA4, ("full_attention",)),
+    ):
+        theirs = module(config)(torch.zeros(1), ids, *layer_type)
+        inv_freq, factor = rope_frequencies(R, 1e4, scaling)
+        for ours, their in zip(rope_table(inv_freq, 200, factor), theirs, strict=True):
+            assert their.shape[-1] == (R // 2 if layer_type == ("main",) else R), module.__name__
+            np.testing.assert_allclose(ours, their[0, :, : R // 2], rtol=0, atol=5e-5, err_msg=module.__name__)
+    sin_then_cos = modeling_gptj.create_sinusoidal_positions(200, 64)
+    ours = rope_table(rope_frequencies(64)[0], 200)
+    np.testing.assert_allclose(torch.cat(ours[::-1], -1), sin_then_cos, rtol=0, atol=5e-5)
+
+
+def test_multi_axis_positions_of_qwen2_vl():
+    """Sections of pairs take their positions from time, height and width: three lines over rope_table."""
+    config = Qwen2VLTextConfig(hidden_size=1536, num_attention_heads=12, rope_theta=1e6)
+    sections = [16, 24, 24]
+    positions = torch.randint(0, 60, (3, 2, 9), generator=torch.Generator().manual_seed(0))
+    inv_freq, _ = rope_frequencies(128, 1e6, {"rope_type": "default", "mrope_section": sections})
+
+    axis = torch.arange(3).repeat_interleave(torch.tensor(sections))  # of each pair
+    per_axis = rope_table(inv_freq, positions)  # two tables (3, batch, tokens, 64)
+    cos, sin = (table.gather(0, axis.expand_as(table[:1]))[0] for table in per_axis)
+
+    x = randn(2, 12, 9, 128, dtype=torch.float32)
+    theirs = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(x, positions)
+    for ours, their in zip((cos, sin), theirs, strict=True):
+        np.testing.assert_allclose(ours, their[..., :64], rtol=0, atol=1e-5)
+        assert (ours - rope_table(inv_freq, positions[0])[0]).abs().max() > 0.1
+    full = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    rotated, _ = modeling_qwen2_vl.apply_rotary_pos_emb(x, x, *full)
+    assert torch.equal(torch_rope_neox(x, cos[:, None], sin[:, None]), rotated)
+
+
+def test_longrope_with_attention_factor_needs_no_factor():
+    inv_freq, factor = rope_frequencies(96, 1e4, {**PHI35, "attention_factor": 1.19})
+    assert factor == 1.19 and torch.equal(inv_freq, rope_frequencies(96, 1e4, {**PHI35, "factor": 2.0})[0])
+
+
+def test_docstrings_say_which_factor_is_returned():
+    assert re.search(r"transformers' value.*softmax\s+scale", rope_frequencies.__doc__, re.S)
+    for paper in ("2104.09864", "2309.00071", "2402.13753", "2407.21783"):
+        assert paper in rope_frequencies.__doc__
