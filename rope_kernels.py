@@ -463,15 +463,460 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     return rope
 
 
+@tilelang.jit
+def rope_per_token(
+    heads_q,
+    heads_k,
+    D,
+    R,
+    start=0,
+    mode="neox",
+    dtype="bfloat16",
+    table_dtype="float32",
+    index_dtype="int64",
+    inverse=False,
+    inplace=False,
+    batched=False,
+    width=1,
+    strides=None,
+):
+    """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
+
+        y[t,h,start:start+R] = rope_mode(q[t,h,start:start+R], cos[positions[t]], ±sin[positions[t]])
+        y[t,h,j]             = q[t,h,j] elsewhere, and likewise z from k          − where inverse
+
+    Shapes: kernel(q, k, cos, sin, positions, y, z), or with inplace=True kernel(q, k, cos, sin, positions), which
+    writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 any tensors shaped
+    like q, which are left alone; cos, sin (P, R/2); positions (tokens,), or with index_dtype=None anything shaped
+    like cos, and token t takes row t. batched=True (CUDA only) puts a batch axis before the tokens of all but the
+    tables; tokens, batch and P may change from call to call. Ids outside 0 … P−1 give NaN.
+    Strides: channels side by side; on CUDA free otherwise, with addresses and strides multiples of `width` elements,
+    the widest access taken; on the C backend they are constants, strides=(q's, k's, y's, z's, positions').
+    Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
+    Errors: ValueError naming the argument that is out of range, TypeError for non-integers.
+    Source: this repository; notebook 09 counts the bytes that it saves.
+    """
+    for name, value, least in (
+        ("heads_q", heads_q, 1),
+        ("heads_k", heads_k, 0),
+        ("D", D, 1),
+        ("R", R, 1),
+        ("start", start, 0),
+    ):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} takes an integer, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {name}={value}")
+    if R % 2:
+        raise ValueError(f"rope dim must be even, got R={R}")
+    if start + R > D:
+        raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"width takes 1, 2, 4 or 8, got width={width}")
+    for name, value, allowed in (
+        ("mode", mode, ("neox", "interleaved")),
+        ("dtype", dtype, ("float16", "bfloat16", "float32")),
+        ("table_dtype", table_dtype, ("float32", dtype)),
+        ("index_dtype", index_dtype, ("int32", "int64", None)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
+    target = tilelang.tvm.target.Target.current(allow_none=True)
+    serial = target is not None and target.kind.name == "c"  # there are no threads to bind
+    if serial and "bfloat16" in (dtype, table_dtype):
+        raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
+    if serial and (batched or strides is None):
+        raise ValueError("the C backend takes strides as constants, and no batch axis")
+    half = R // 2
+    # a thread takes four vectors of vec channels, so that four 16-byte loads are under way at once; a block is a warp
+    vec = 4 if dtype == "float32" else 8
+    reach = half if mode == "neox" else R
+    while reach % vec or start % vec or (D - R) % vec:
+        vec //= 2
+    spare = vec if serial else min(vec, width)
+    if mode == "interleaved":
+        vec = max(vec, 2)  # a pair stays in one thread
+    piece = vec if serial else min(vec, width)
+    elements = T.serial if serial else T.vectorized
+    gathered = index_dtype is not None
+    parts, lanes = (2, half // vec) if mode == "neox" else (1, R // vec)
+    pairs = parts * vec // 2
+    per_thread = 4 // parts
+    slots = max(1, 32 // lanes)  # heads side by side in a warp; each thread takes per_thread of them, slots apart
+    groups = -(-(heads_q + heads_k) // (slots * per_thread))
+    rest = (D - R) // spare
+
+    if slots * lanes > 1024:
+        raise ValueError(f"R={R} needs {lanes} threads a head in {mode} pairs of {dtype}, over 1024")
+
+    S, P = T.dynamic("S"), T.dynamic("P")
+    B = T.dynamic("B") if batched else 1
+    if strides is None:
+        axes = ("batch", "token", "head") if batched else ("token", "head")
+        strides = [[T.dynamic(f"{name}_{axis}", "int64") for axis in axes] for name in ("q", "k", "y", "z")]
+        strides += [[T.dynamic(f"id_{axis}", "int64") for axis in axes[:-1]]]
+    q_strides, k_strides, y_strides, z_strides, id_strides = strides
+    lead = (B, S) if batched else (S,)
+    q_shape, k_shape = (*lead, heads_q, D), (*lead, heads_k or heads_q, D)
+    id_shape, id_strides, id_dtype = (
+        (lead, id_strides, index_dtype) if gathered else ((P, half), (half, 1), table_dtype)
+    )
+
+    @T.macro
+    def rotate(x, y, cos, sin, positions, token, first, count, lane, x_vec, cos_vec, sin_vec):
+        for n in T.unroll(per_thread):
+            head = first + n * slots
+            if (head >= 0) & (head < count):
+                for part in T.unroll(parts):
+                    for i in T.unroll(vec // piece):
+                        for j in elements(piece):
+                            x_vec[n, part, i * piece + j] = x[
+                                (*token, head, start + part * half + lane * vec + i * piece + j)
+                            ]
+        row = positions[token] if gathered else token[-1]  # after the loads of x, so that the two latencies overlap
+        if (row >= 0) & (row < cos.shape[0]):
+            for j in elements(pairs):
+                cos_vec[j] = cos[row, lane * pairs + j]
+            for j in elements(pairs):
+                sin_vec[j] = sin[row, lane * pairs + j]
+        else:
+            for j in T.unroll(pairs):
+                cos_vec[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)  # NaN
+                sin_vec[j] = cos_vec[j]
+        for n in T.unroll(per_thread):
+            head = first + n * slots
+            if (head >= 0) & (head < count):
+                for j in T.unroll(pairs):
+                    c = T.cast(cos_vec[j], "float32")
+                    s = T.cast(sin_vec[j], "float32") * (-1.0 if inverse else 1.0)
+                    if mode == "neox":
+                        a = T.cast(x_vec[n, 0, j], "float32")
+                        b = T.cast(x_vec[n, 1, j], "float32")
+                        x_vec[n, 0, j] = T.cast(a * c - b * s, dtype)
+                        x_vec[n, 1, j] = T.cast(b * c + a * s, dtype)
+                    else:
+                        a = T.cast(x_vec[n, 0, 2 * j], "float32")
+                        b = T.cast(x_vec[n, 0, 2 * j + 1], "float32")
+                        x_vec[n, 0, 2 * j] = T.cast(a * c - b * s, dtype)
+                        x_vec[n, 0, 2 * j + 1] = T.cast(a * s + b * c, dtype)
+                for part in T.unroll(parts):
+                    for i in T.unroll(vec // piece):
+                        for j in elements(piece):
+                            y[(*token, head, start + part * half + lane * vec + i * piece + j)] = x_vec[
+                                n, part, i * piece + j
+                            ]
+                if rest and not inplace:
+                    for m in T.serial(-(-rest // lanes)):
+                        if m * lanes + lane < rest:
+                            channel = (m * lanes + lane) * spare
+                            channel = channel + T.if_then_else(channel < start, 0, R)
+                            for j in elements(spare):
+                                y[(*token, head, channel + j)] = x[(*token, head, channel + j)]
+
+    @T.macro
+    def heads(q, k, y, z, cos, sin, positions, token, group, item, x_vec, cos_vec, sin_vec):
+        first = group * slots * per_thread + item // lanes
+        if first < heads_q:
+            rotate(q, y, cos, sin, positions, token, first, heads_q, item % lanes, x_vec, cos_vec, sin_vec)
+        if heads_k:  # noqa: SIM102 - the first is settled when the kernel is built
+            if first + (per_thread - 1) * slots >= heads_q:
+                rotate(
+                    k, z, cos, sin, positions, token, first - heads_q, heads_k, item % lanes, x_vec, cos_vec, sin_vec
+                )
+
+    @T.macro
+    def launch(q, k, y, z, cos, sin, positions):
+        with T.Kernel(S * groups, B, threads=slots * lanes) as (block, b):
+            x_vec = T.alloc_local((per_thread, parts, vec), dtype)
+            cos_vec = T.alloc_local((pairs,), table_dtype)
+            sin_vec = T.alloc_local((pairs,), table_dtype)
+            if width > 1 and not serial:
+                for tensor_strides in strides[: 2 if inplace else 4]:
+                    for stride in tensor_strides:
+                        T.assume(stride % width == 0)
+            token = (b, block // groups) if batched else (block // groups,)
+            if serial:
+                for item in T.serial(slots * lanes):
+                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
+            else:
+                item = T.get_thread_binding()
+                heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
+
+    if inplace:
+
+        @T.prim_func
+        def rope(
+            q: T.StridedTensor(q_shape, (*q_strides, 1), dtype),
+            k: T.StridedTensor(k_shape, (*k_strides, 1), dtype),
+            cos: T.Tensor((P, half), table_dtype),
+            sin: T.Tensor((P, half), table_dtype),
+            positions: T.StridedTensor(id_shape, id_strides, id_dtype),
+        ):
+            launch(q, k, q, k, cos, sin, positions)
+
+    else:
+
+        @T.prim_func
+        def rope(
+            q: T.StridedTensor(q_shape, (*q_strides, 1), dtype),
+            k: T.StridedTensor(k_shape, (*k_strides, 1), dtype),
+            cos: T.Tensor((P, half), table_dtype),
+            sin: T.Tensor((P, half), table_dtype),
+            positions: T.StridedTensor(id_shape, id_strides, id_dtype),
+            y: T.StridedTensor(q_shape, (*y_strides, 1), dtype),
+            z: T.StridedTensor(k_shape, (*z_strides, 1), dtype),
+        ):
+            launch(q, k, y, z, cos, sin, positions)
+
+    return rope
+
+
 # The one choice of backend. Without a CUDA device the same sources go through TileLang's C backend:
 # target, because the automatic choice only looks for GPUs; disable_vectorize, because C has no conversion for
 # vectors of half; -O3, because no optimisation is on by default. Set once at import: a factory keeps what it
 # built without regard to the target.
 C_BACKEND = {"target": "c", "pass_configs": {"tirx.disable_vectorize": True}, "compile_flags": ["-O3"]}
-for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked):
+for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, rope_per_token):
     functools.update_wrapper(_factory, _factory.func.orig_func)  # name, docstring and source for readers
     if not torch.cuda.is_available():
         vars(_factory).update(C_BACKEND)
+
+
+# --------------------------------------------------------------------------------------------------- op
+
+
+def apply_rope(q, k, cos, sin, positions=None, *, mode="neox", start=None, inverse=False, inplace=False):
+    """Rotate q and k by the table rows of their positions, in one launch on CUDA.
+
+        y[t,h,start:start+R] = rope_mode(q[t,h,start:start+R], cos[positions[t]], sin[positions[t]])
+        y[t,h,j]             = q[t,h,j] elsewhere                                  R = 2·cos.shape[1]
+
+    and likewise k. inverse=True turns back, by −sin.
+    Shapes: q (..., Hq, D), k (..., Hk, D) or None, with leading dimensions (tokens,) or (batch, seq); for
+    (B, H, S, D) pass q.transpose(1, 2): strided tensors are read where they lie. cos and sin (P, R/2). positions:
+    shaped like the leading dimensions, or (seq,); None means 0 … seq−1. Returns (q′, k′), or (q′, None).
+    start: the first rotated channel, to be said when R < D. inplace=True writes into q and k and returns them.
+    Dtypes: q, k float16, bfloat16 or float32; tables float32 (advised) or q's; ids int32 or int64.
+    float32 arithmetic, one rounding. The gradient is the same kernel with −sin; tables get none.
+    Errors: ValueError, or TypeError for a wrong type, that names the argument; IndexError for an id outside
+    0 … P−1 on the CPU. On CUDA, where looking would synchronise, such tokens come out NaN.
+    """
+    start = _op_start(q, k, cos, sin, positions, mode, start)
+    if cos.shape[1] == 0 or q.numel() + (0 if k is None else k.numel()) == 0:
+        return (q, k) if inplace else (q.clone(), None if k is None else k.clone())
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
+    direct = type(q) is torch.Tensor and not torch.compiler.is_compiling()
+    if inplace:
+        if wants_grad:
+            raise ValueError("inplace=True would write into a tensor that wants a gradient: leave it out")
+        (_rotate_inplace if direct else _inplace_op)(q, k, cos, sin, positions, mode, start, inverse)
+        return q, k
+    y, z = (_rotate if direct and not wants_grad else _op)(q, k, cos, sin, positions, mode, start, inverse)
+    return y, None if k is None else z
+
+
+def _op_start(q, k, cos, sin, positions, mode, start):
+    """Refuse bad input by name; return the first rotated channel."""
+    if mode not in ("neox", "interleaved"):
+        raise ValueError(f"mode takes 'neox' or 'interleaved', got {mode!r}")
+    if q.dtype not in _NAMES:
+        raise TypeError(f"q takes float16, bfloat16 or float32, got {q.dtype}")
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(q.shape)}")
+    lead, width = q.shape[:-2], q.shape[-1]
+    if k is not None:
+        if k.dtype != q.dtype:
+            raise TypeError(f"k takes q's dtype {q.dtype}, got {k.dtype}")
+        if k.dim() != q.dim() or k.shape[:-2] != lead or k.shape[-1] != width:
+            raise ValueError(f"k takes q's shape {tuple(q.shape)} but for the heads, got {tuple(k.shape)}")
+        if k.device != q.device:
+            raise ValueError(f"k takes q's device {q.device}, got {k.device}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype not in (torch.float32, q.dtype):
+            raise TypeError(f"{name} takes float32 or q's dtype {q.dtype}, got {table.dtype}")
+        if table.dim() != 2 or table.shape != cos.shape:
+            raise ValueError(f"{name} takes (P, R/2), one column a pair and like cos, got {tuple(table.shape)}")
+        if table.device != q.device:
+            raise ValueError(f"{name} takes q's device {q.device}, got {table.device}")
+        if table.requires_grad:
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+    if sin.dtype != cos.dtype:
+        raise TypeError(f"sin takes cos's dtype {cos.dtype}, got {sin.dtype}")
+    rope_dim = 2 * cos.shape[1]
+    if rope_dim > width:
+        raise ValueError(f"cos has {cos.shape[1]} columns, so R={rope_dim}; q is only D={width} wide")
+    if start is None:
+        if 0 < rope_dim < width:
+            raise ValueError(
+                f"start must be said when R={rope_dim} < D={width}: 0 for leading, {width - rope_dim} for trailing"
+            )
+        start = 0
+    if not 0 <= start <= width - rope_dim:
+        raise ValueError(f"start takes 0 … {width - rope_dim} for R={rope_dim} of D={width}, got start={start}")
+    if positions is None:
+        if lead[-1] > cos.shape[0]:
+            raise IndexError(f"positions 0 … {lead[-1] - 1} do not fit a table of {cos.shape[0]} rows")
+    else:
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"positions takes int32 or int64, got {positions.dtype}")
+        if positions.shape != lead and positions.shape != lead[-1:]:
+            raise ValueError(f"positions takes the shape {tuple(lead)} or ({lead[-1]},), got {tuple(positions.shape)}")
+        if positions.device != q.device:
+            raise ValueError(f"positions takes q's device {q.device}, got {positions.device}")
+    return start
+
+
+def _rows(x):
+    """Return x with neighbouring channels side by side, which is all the kernel asks of a layout."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rotate(q, k, cos, sin, positions, mode, start, inverse):
+    """Out of place; without k the second tensor is empty."""
+    q = _rows(q)
+    y = torch.empty_like(q)
+    if k is None:
+        _launch(q, None, cos, sin, positions, mode, start, inverse, y, None)
+        return y, q.new_empty(0)
+    k = _rows(k)
+    z = torch.empty_like(k)
+    _launch(q, k, cos, sin, positions, mode, start, inverse, y, z)
+    return y, z
+
+
+def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
+    """In place, where no element is reached twice."""
+    spans = {}
+    for name, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        if x.stride(-1) != 1:
+            raise ValueError(f"inplace=True takes {name} with channels side by side, got strides {x.stride()}")
+        reach = 1
+        for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+            if size > 1 and stride < reach:
+                raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {x.stride()}")
+            reach += (size - 1) * stride
+        token = 1 + sum((size - 1) * stride for stride, size in zip(x.stride()[-2:], x.shape[-2:], strict=True))
+        spans[name] = (x.data_ptr() // x.element_size(), reach, token)
+    if len(spans) == 2:
+        (a, reach_a, token_a), (b, _, token_b) = sorted(spans.values())
+        packed = q.stride()[:-2] == k.stride()[:-2] and min(q.stride()[:-2]) >= b - a + token_b
+        if a + reach_a > b and not (packed and a + token_a <= b):
+            raise ValueError("inplace=True takes q and k that share no element")
+    _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
+
+
+def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
+    """Run kernel ④ from q and k into y and z; where y is q, in place."""
+    if k is not None and 0 in (q.shape[-2], k.shape[-2]):  # a tensor without heads has nothing to rotate
+        q, y = (q, y) if k.shape[-2] == 0 else (k, z)
+        k = z = None
+    cos, sin = cos.contiguous(), sin.contiguous()
+    (_launch_cuda if q.is_cuda else _launch_cpu)(q, k, cos, sin, positions, mode, start, inverse, y, z)
+
+
+def _launch_cuda(q, k, cos, sin, positions, mode, start, inverse, y, z):
+    heads_q, D = q.shape[-2:]
+    heads_k = 0 if k is None else k.shape[-2]
+    inplace, batched, size = y is q, q.dim() == 4, q.element_size()
+    if batched and q.shape[0] > 65535:  # what a grid's second axis holds: let the batch lie on the first
+        ids = torch.arange(q.shape[1], device=q.device) if positions is None else positions
+        q, k, y, z = (x if x is None else x.transpose(0, 1) for x in (q, k, y, z))
+        positions = ids.expand(q.shape[1], q.shape[0]).T
+    if batched and positions is not None and positions.dim() == 1:
+        positions = positions.expand(q.shape[0], q.shape[1])
+    if k is None:
+        k, z = q, y
+    # the widest access that every row allows: the lowest set bit of all addresses and strides, in bytes
+    low = 16 | q.data_ptr() | k.data_ptr() | y.data_ptr() | z.data_ptr()
+    for x in (q, k) if inplace else (q, k, y, z):
+        for stride in x.stride()[:-1]:
+            low |= stride * size
+    if cos.data_ptr() % 16 or sin.data_ptr() % 16:
+        cos, sin = cos.clone(), sin.clone()
+    run = _prepared(
+        heads_q, heads_k, D, 2 * cos.shape[1], start, mode, _NAMES[q.dtype], _NAMES[cos.dtype],
+        None if positions is None else _NAMES[positions.dtype], inverse, inplace, batched, (low & -low) // size or 1,
+    )  # fmt: skip
+    arguments = (q, k, cos, sin, cos if positions is None else positions)
+    arguments = arguments if inplace else (*arguments, y, z)
+    if q.device.index == torch.cuda.current_device():  # asking is cheaper than switching
+        run(*arguments)
+    else:
+        with torch.cuda.device_of(q):
+            run(*arguments)
+
+
+@functools.cache
+def _prepared(*arguments):
+    """Return kernel ④ as TileLang's bare executable: its wrapper costs a few microseconds a call more."""
+    return rope_per_token(*arguments).adapter._get_executable()
+
+
+def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
+    if positions is not None and positions.numel():
+        low, high = (int(bound) for bound in positions.aminmax())
+        if low < 0 or high >= cos.shape[0]:
+            raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
+    if q.dtype == torch.bfloat16:  # the C backend has no such type: float32 kernel, then the one rounding
+        wide = [x if x is None else x.float() for x in (q, k, cos, sin)]
+        _launch_cpu(*wide, positions, mode, start, inverse, *wide[:2])
+        y.copy_(wide[0])
+        if k is not None:
+            z.copy_(wide[1])
+        return
+    if q.dim() == 4:
+        for b in range(q.shape[0]):
+            ids = positions if positions is None or positions.dim() == 1 else positions[b]
+            rows = [x if x is None else x[b] for x in (k, y, z)]
+            _launch_cpu(q[b], rows[0], cos, sin, ids, mode, start, inverse, rows[1], rows[2])
+        return
+    inplace = y is q
+    q, k = (x if x is None or 0 not in x.stride() else x.contiguous() for x in (q, k))  # C takes no stride of 0
+    heads_q, D = q.shape[-2:]
+    heads_k = 0 if k is None else k.shape[-2]
+    if k is None:
+        k, z = q, y
+    ids = cos if positions is None else positions.contiguous()
+    strides = tuple(x.stride()[:2] for x in (q, k, y, z)) + ((1,),)
+    run = rope_per_token(
+        heads_q, heads_k, D, 2 * cos.shape[1], start, mode, _NAMES[q.dtype], _NAMES[cos.dtype],
+        None if positions is None else _NAMES[positions.dtype], inverse, inplace, strides=strides,
+    )  # fmt: skip
+    run(q, k, cos, sin, ids) if inplace else run(q, k, cos, sin, ids, y, z)
+
+
+_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "int32", "int64")}
+# not "mode": torch.compile's own wrapper of ops that write has a parameter of that name
+_SIGNATURE = "Tensor cos, Tensor sin, Tensor? positions, str convention, int start, bool inverse"
+_op = torch.library.custom_op(
+    "rope_chapter::rope", _rotate, mutates_args=(), schema=f"(Tensor q, Tensor? k, {_SIGNATURE}) -> (Tensor, Tensor)"
+)
+_inplace_op = torch.library.custom_op(
+    "rope_chapter::rope_", _rotate_inplace, mutates_args=("q", "k"),
+    schema=f"(Tensor(a!) q, Tensor(b!)? k, {_SIGNATURE}) -> ()",
+)  # fmt: skip
+
+
+@_op.register_fake
+def _(q, k, *_):
+    return torch.empty_like(_rows(q)), q.new_empty(0) if k is None else torch.empty_like(_rows(k))
+
+
+def _remember(ctx, inputs, output):
+    _, k, cos, sin, positions, *ctx.rest = inputs
+    ctx.save_for_backward(cos, sin, positions)
+    ctx.has_k = k is not None
+
+
+def _backward(ctx, grad_y, grad_z):
+    mode, start, inverse = ctx.rest
+    grads = _op(grad_y, grad_z if ctx.has_k else None, *ctx.saved_tensors, mode, start, not inverse)
+    return grads[0], grads[1] if ctx.has_k else None, None, None, None, None, None, None
+
+
+_op.register_autograd(_backward, setup_context=_remember)
 
 
 def _self_check():
