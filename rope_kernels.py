@@ -201,7 +201,8 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
 
     scaling is the dictionary `rope_parameters` or `rope_scaling` of config.json: its `rope_theta` wins over base, null
     counts as absent (but as false for truncate), keys of other types are ignored, unknown ones warned about. If absent,
-    s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn (never in longrope: Phi-3 keeps L beside the dictionary; put it in).
+    s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn (never in longrope: Phi-3 keeps L beside the
+    dictionary; put it in).
     The attention factor is the one that multiplies cos and sin, transformers' value. DeepSeek-style models put the
     rest, m(mscale_all_dim)², into the softmax scale; that is not done here.
     Shapes: inv_freq (R/2,). Dtypes: float64, on the CPU; a float. Equal arguments give equal bits.
