@@ -928,24 +928,43 @@ def _self_check():
         sys.exit("No CUDA device and no C++ compiler: install one of them (g++, for instance) to build the kernels.")
     tilelang.set_log_level("WARNING")
     torch.use_deterministic_algorithms(True)  # poison: torch.empty, where outputs come from, fills with NaN
-    S, R, failures = 48, 128, 0
+    failures = 0
+
+    def report(name, dtype, pairs):
+        nonlocal failures
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
+        errors = [(got.double() - right.double()).abs() for got, right in pairs]
+        bounds = [tolerance + tolerance * right.double().abs() for _, right in pairs]
+        passed = all(bool((error <= bound).all()) for error, bound in zip(errors, bounds, strict=True))
+        failures += not passed
+        largest = torch.stack([error.max() for error in errors]).max().item()
+        print(f"{name} {dtype}: correctness " + ("passed" if passed else f"FAILED, largest error {largest:.3g}"))
+
+    S, R = 48, 128
+    dtypes = ("float32", "float16", "bfloat16") if on_cuda else ("float32", "float16")
     for factory, reference in (
         (rope_neox_naive, torch_rope_neox),
         (rope_neox_blocked, torch_rope_neox),
         (rope_interleaved_blocked, torch_rope_interleaved),
     ):
-        for dtype in ("float32", "float16", "bfloat16") if on_cuda else ("float32", "float16"):
-            torch_dtype = getattr(torch, dtype)
-            x = torch.randn(S, R, device=device).to(torch_dtype)
+        for dtype in dtypes:
+            x = torch.randn(S, R, device=device).to(getattr(torch, dtype))
             angle = 1000 * torch.rand(S, R // 2, device=device)
-            cos, sin = angle.cos().to(torch_dtype), angle.sin().to(torch_dtype)
+            cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
             y = factory(S, R, dtype=dtype)(x, cos, sin)
-            error = (y.double() - reference(x, cos, sin).double()).abs()
-            tolerance = 1e-5 if dtype == "float32" else 1e-2
-            passed = bool((error <= tolerance + tolerance * reference(x, cos, sin).double().abs()).all())
-            failures += not passed
-            verdict = "passed" if passed else f"FAILED, largest error {error.max().item():.3g}"
-            print(f"{factory.__name__} {dtype}: correctness {verdict}")
+            report(factory.__name__, dtype, [(y, reference(x, cos, sin))])
+    for dtype in dtypes:  # kernel ④ through the op: ids gathered, q and k packed, part of a head, out of and in place
+        cos, sin = (table.to(device) for table in rope_table(rope_frequencies(64)[0], 100))
+        ids = torch.randint(1, 100, (2, 9), device=device)
+        pairs = []
+        for mode in ("neox", "interleaved"):
+            q, k, _ = torch.randn(2, 9, 5 + 2 + 2, 96, device=device).to(getattr(torch, dtype)).split((5, 2, 2), dim=2)
+            rows = cos[ids][:, :, None], sin[ids][:, :, None]
+            right = [torch_partial_rope(x, *rows, mode, 32) for x in (q, k)]
+            pairs += zip(apply_rope(q, k, cos, sin, ids, mode=mode, start=32), right, strict=True)
+            apply_rope(q, k, cos, sin, ids.int(), mode=mode, start=32, inplace=True)
+            pairs += zip((q, k), right, strict=True)
+        report(rope_per_token.__name__, dtype, pairs)
     print(f"device: {torch.cuda.get_device_name()} (CUDA)" if on_cuda else "device: CPU (TileLang's C backend)")
     return failures
 

@@ -12,7 +12,10 @@ The variants of the kernels that differ in one thing, which the notebooks compar
 
 import argparse
 import csv
+import dataclasses
 import datetime
+import importlib.metadata
+import itertools
 import json
 import pathlib
 import platform
@@ -20,13 +23,15 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 
 import tilelang  # noqa: E402
 import tilelang.language as T  # noqa: E402
 import torch  # noqa: E402
+from measurements import peers  # noqa: E402
 
 import rope_kernels as rk  # noqa: E402
 
@@ -311,6 +316,205 @@ def measure_ladder(shape, dtype):
     return records
 
 
+# ------------------------------------------------------------------------------------- kernel ④ and its peers
+
+TABLE_ROWS = 131072
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape of the op: q (tokens, heads_q, D), with a batch axis before the tokens where batch > 1."""
+
+    tokens: int
+    heads_q: int = 32
+    heads_k: int = 8
+    D: int = 128
+    dtype: str = "bfloat16"
+    tail_of: int = 0  # q is a view of the last D of so many channels
+    batch: int = 1
+
+    def elements(self):
+        return self.batch * self.tokens * (self.heads_q + self.heads_k) * self.D
+
+    def ledger(self):
+        """q and k in and out; for each token a float32 table row and an int64 id."""
+        size = 4 if self.dtype == "float32" else 2
+        return 2 * self.elements() * size + self.batch * self.tokens * (4 * self.D + 8)
+
+    def tensors(self):
+        """Return fresh random q, k (or None) and position ids."""
+        lead, dtype = (self.batch, self.tokens) if self.batch > 1 else (self.tokens,), getattr(torch, self.dtype)
+        q = torch.randn(*lead, self.heads_q, self.tail_of or self.D, device="cuda").to(dtype)[..., -self.D :]
+        k = torch.randn(*lead, self.heads_k, self.D, device="cuda").to(dtype) if self.heads_k else None
+        return q, k, torch.randint(0, TABLE_ROWS, lead, device="cuda")
+
+
+LLAMA = [Case(tokens) for tokens in (1, 16, 128, 2048, 16384, 131072)]
+TILEOPS_CLAIM = Case(2048, heads_k=0, dtype="float16", batch=2)
+OTHER_SHAPES = [Case(tokens, 128, 1, 64, tail_of=192) for tokens in (2048, 16384)]
+OTHER_SHAPES += [Case(16384, D=D) for D in (64, 80, 96, 256)]
+OTHER_SHAPES += [Case(16384, dtype=dtype) for dtype in ("float16", "float32")]
+
+
+def peers_of(case):
+    """Name the peers measured at this case; TileOPs builds for each shape, so it is timed at few."""
+    if case == TILEOPS_CLAIM:
+        return ["TileOPs"]
+    if case in LLAMA:
+        return [name for name in peers.FORWARD if name != "TileOPs" or case.tokens in (1, 2048, 16384)]
+    return ["transformers, eager", "Liger-Kernel"] if case.dtype == "bfloat16" else []
+
+
+def op_record(implementation, pairing, direction, case, times, ledger_bytes, copy=None):
+    """Make one record of the op; every implementation is held to the same ledger."""
+    shape = (case.batch, case.tokens, case.heads_q, case.heads_k, case.D)
+    made = record(f"{implementation} {pairing} {direction}", shape, case.dtype, times, ledger_bytes, copy)
+    about = {"implementation": implementation, "pairing": pairing, "direction": direction}
+    return {**made, **about, **dataclasses.asdict(case)}
+
+
+def time_copy(case, count):
+    """Time a copy of q's and k's bytes by the driver and by a kernel: the faster is the yardstick."""
+    dtype = getattr(torch, case.dtype)
+    pairs = [[torch.randn(case.elements(), device="cuda").to(dtype) for _ in range(2)] for _ in range(count)]
+    ways = (lambda x, y: y.copy_(x), lambda x, y: torch.neg(x, out=y))
+    times = min((graph_times(way, pairs, 20) for way in ways), key=statistics.median)
+    return op_record("copy", "", "", case, times, 2 * case.elements() * pairs[0][0].element_size())
+
+
+def tables(case):
+    return rk.rope_table(rk.rope_frequencies(case.D)[0].cuda(), TABLE_ROWS)
+
+
+def check(got, case, q, k, cos, sin, pairing, tolerance):
+    """Compare with the reference, whatever order of heads and tokens a library returns."""
+    for y, x in zip(got, (q, k), strict=False):
+        if y is None or x is None:
+            continue
+        y = y.reshape(x.shape) if y.shape[-3:] == x.shape[-3:] else y[0].transpose(0, 1)
+        right = rk.torch_partial_rope(x, cos.unsqueeze(-2), sin.unsqueeze(-2), pairing)
+        torch.testing.assert_close(y, right, rtol=tolerance, atol=tolerance)
+
+
+def measure_op(case):
+    """Check and time a copy, apply_rope and its peers; return their records and the peers that were skipped."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = [case.tensors() for _ in range(max(2, min(2048, -(-2 * l2_bytes // case.ledger()))))]
+    copy = time_copy(case, len(sets))
+    torch.cuda.empty_cache()
+    records, skipped = [copy], []
+    cos, sin = tables(case)
+    q, k, ids = sets[0]
+    row = torch.arange(case.tokens, device="cuda")  # peers take the rows of positions 0, 1, …, gathered beforehand
+    for pairing, direction in itertools.product(("neox", "interleaved"), ("forward", "backward")):
+        inverse = direction == "backward"
+        sign = -1 if inverse else 1
+
+        def ours(q, k, ids, pairing=pairing, inverse=inverse):
+            return rk.apply_rope(q, k, cos, sin, ids, mode=pairing, inverse=inverse)
+
+        check(ours(q, k, ids), case, q, k, cos[ids], sign * sin[ids], pairing, 2e-2)
+        times = graph_times(ours, sets, 20)
+        records.append(op_record("apply_rope", pairing, direction, case, times, case.ledger(), copy))
+        makers = peers.BACKWARD if inverse else peers.FORWARD
+        for name in [name for name in peers_of(case) if name in makers]:
+            try:
+                peer = makers[name](pairing, cos[row], sin[row], q.dtype)
+                got = peer(q.clone(), None if k is None else k.clone())
+                check(got, case, q, k, cos[row], sign * sin[row], pairing, 6e-2)
+                times = graph_times(lambda q, k, ids, peer=peer: peer(q, k), sets, 20)
+                records.append(op_record(name, pairing, direction, case, times, case.ledger(), copy))
+            except Exception as error:  # the run goes on, and the file names what it lacks and why
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                skipped.append({"implementation": name, "pairing": pairing, "direction": direction, "reason": reason})
+                print(f"{name:36} {pairing} {direction} tokens={case.tokens} skipped: {reason}", flush=True)
+            torch.cuda.empty_cache()
+    return records, skipped
+
+
+def host_times(call, calls=200, repeats=15):
+    """Return the µs that the caller needs to issue one call, for each repeat; the device never falls far behind."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return times[2:]
+
+
+def measure_host(case):
+    """Time the issuing of one eager call without gradients: apply_rope, its bare kernel, and the peers."""
+    q, k, ids = case.tensors()
+    cos, sin = tables(case)
+    y, z, row = torch.empty_like(q), torch.empty_like(k), torch.arange(case.tokens, device="cuda")
+    rk.apply_rope(q, k, cos, sin, ids)
+    bare = rk._prepared(
+        case.heads_q, case.heads_k, case.D, case.D, 0, "neox", case.dtype, "float32", "int64", False, False, False, 8
+    )
+    calls = {
+        "apply_rope": lambda: rk.apply_rope(q, k, cos, sin, ids),
+        "apply_rope, in place": lambda: rk.apply_rope(q, k, cos, sin, ids, inplace=True),
+        "bare kernel": lambda: bare(q, k, cos, sin, ids, y, z),
+    }
+    for name, maker in peers.FORWARD.items():
+        try:
+            peer = maker("neox", cos[row], sin[row], q.dtype)
+            peer(q, k)
+            calls[name] = lambda peer=peer: peer(q, k)
+        except Exception as error:
+            print(f"{name:36} host time skipped: {error}".splitlines()[0][:200], flush=True)
+    records = []
+    for name, call in calls.items():
+        with torch.no_grad():
+            times = host_times(call)
+        deciles = statistics.quantiles(times, n=10)
+        made = {
+            "implementation": name,
+            "median_us": statistics.median(times),
+            "p10_us": deciles[0],
+            "p90_us": deciles[-1],
+        }
+        records.append({key: round(value, 2) if key != "implementation" else value for key, value in made.items()})
+        print(f"{name:36} host {records[-1]['median_us']:8.1f} µs a call", flush=True)
+    return records
+
+
+def measure_cpu():
+    """Time kernel ④ through the C backend against the torch reference, on one thread of this machine's CPU."""
+    tokens, heads, D = 4096, 32, 128
+    x, ids = torch.randn(tokens, heads, D), torch.randint(0, TABLE_ROWS, (tokens,))
+    cos, sin = rk.rope_table(rk.rope_frequencies(D)[0], TABLE_ROWS)
+    y = torch.empty_like(x)
+    strides = (x.stride()[:2],) * 4 + ((1,),)
+    with tilelang.tvm.target.Target("c"):
+        rk.rope_per_token.initialize_jit_mode(heads, 0, D, D, dtype="float32", strides=strides)
+        tir = rk.rope_per_token.func(heads, 0, D, D, dtype="float32", strides=strides)
+        kernel = tilelang.compile(tir, **rk.C_BACKEND)
+    calls = {
+        "rope_per_token, C backend": lambda: kernel(x, x, cos, sin, ids, y, y),
+        "torch reference": lambda: rk.torch_rope_neox(x, cos[ids][:, None], sin[ids][:, None]),
+    }
+    torch.testing.assert_close((calls["rope_per_token, C backend"](), y)[1], calls["torch reference"]())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    records = []
+    for name, call in calls.items():
+        times = []
+        for _ in range(12):
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+        records.append(
+            {"shape": [tokens, heads, D], **record(name, (tokens, heads, D), "float32", times[2:], 8 * x.numel())}
+        )
+        del records[-1]["fraction_of_copy"]
+    torch.set_num_threads(threads)
+    return records
+
+
 # ---------------------------------------------------------------------------------------------- counters
 
 METRICS = {
@@ -365,7 +569,23 @@ def provenance(commit):
         "commit": commit,
         "l2_bytes": properties.L2_cache_size,
         "sm_count": properties.multi_processor_count,
+        "cpu": cpu_name(),
+        "peers": {name: version(name) for name in ("transformers", "triton", "liger-kernel", "tileops")},
     }
+
+
+def version(package):
+    """Return the version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name():
+    """Return the processor's name as Linux gives it."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def head_commit():
@@ -393,6 +613,13 @@ def main():
     for shape, dtype in ((LARGE, "float16"), (SMALL, "float16"), (LARGE, "bfloat16"), (LARGE, "float32")):
         result["records"] += measure_ladder(shape, dtype)
         torch.cuda.empty_cache()
+    result["op_records"], result["op_skipped"] = [], []
+    for case in [*LLAMA, TILEOPS_CLAIM, *OTHER_SHAPES]:
+        records, skipped = measure_op(case)
+        result["op_records"] += records
+        result["op_skipped"] += skipped
+    result["host_records"] = measure_host(LLAMA[1])
+    result["cpu_records"] = measure_cpu()
     if shutil.which("ncu"):
         result["counters"] = [count(implementation) for implementation in COUNTED]
     options.out.write_text(json.dumps(result, indent=1) + "\n")
