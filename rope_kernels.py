@@ -703,8 +703,8 @@ def apply_rope(q, k, cos, sin, positions=None, *, mode="neox", start=None, inver
     0 … P−1 on the CPU. On CUDA, where looking would synchronise, such tokens come out NaN.
     """
     start = _op_start(q, k, cos, sin, positions, mode, start)
-    if cos.shape[1] == 0 or q.numel() + (0 if k is None else k.numel()) == 0:
-        return (q, k) if inplace else (q.clone(), None if k is None else k.clone())
+    if not cos.shape[1] or not q.numel() or (k is not None and not k.numel()):
+        return _rotate_what_there_is(q, k, cos, sin, positions, mode, start, inverse, inplace)
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
     direct = type(q) is torch.Tensor and not torch.compiler.is_compiling()
     if inplace:
@@ -720,51 +720,64 @@ def _op_start(q, k, cos, sin, positions, mode, start):
     """Refuse bad input by name; return the first rotated channel."""
     if mode not in ("neox", "interleaved"):
         raise ValueError(f"mode takes 'neox' or 'interleaved', got {mode!r}")
-    if q.dtype not in _NAMES:
-        raise TypeError(f"q takes float16, bfloat16 or float32, got {q.dtype}")
-    if q.dim() not in (3, 4):
-        raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(q.shape)}")
-    lead, width = q.shape[:-2], q.shape[-1]
+    dtype, device, shape, table_shape = q.dtype, q.device, q.shape, cos.shape
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"q takes float16, bfloat16 or float32, got {dtype}")
+    if len(shape) not in (3, 4):
+        raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(shape)}")
+    lead, width = shape[:-2], shape[-1]
     if k is not None:
-        if k.dtype != q.dtype:
-            raise TypeError(f"k takes q's dtype {q.dtype}, got {k.dtype}")
-        if k.dim() != q.dim() or k.shape[:-2] != lead or k.shape[-1] != width:
-            raise ValueError(f"k takes q's shape {tuple(q.shape)} but for the heads, got {tuple(k.shape)}")
-        if k.device != q.device:
-            raise ValueError(f"k takes q's device {q.device}, got {k.device}")
+        if k.dtype != dtype:
+            raise TypeError(f"k takes q's dtype {dtype}, got {k.dtype}")
+        other = k.shape
+        if len(other) != len(shape) or other[:-2] != lead or other[-1] != width:
+            raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(other)}")
+        if k.device != device:
+            raise ValueError(f"k takes q's device {device}, got {k.device}")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype not in (torch.float32, q.dtype):
-            raise TypeError(f"{name} takes float32 or q's dtype {q.dtype}, got {table.dtype}")
-        if table.dim() != 2 or table.shape != cos.shape:
+        if table.dtype != torch.float32 and table.dtype != dtype:
+            raise TypeError(f"{name} takes float32 or q's dtype {dtype}, got {table.dtype}")
+        if table.shape != table_shape or len(table_shape) != 2:
             raise ValueError(f"{name} takes (P, R/2), one column a pair and like cos, got {tuple(table.shape)}")
-        if table.device != q.device:
-            raise ValueError(f"{name} takes q's device {q.device}, got {table.device}")
+        if table.device != device:
+            raise ValueError(f"{name} takes q's device {device}, got {table.device}")
         if table.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
     if sin.dtype != cos.dtype:
         raise TypeError(f"sin takes cos's dtype {cos.dtype}, got {sin.dtype}")
-    rope_dim = 2 * cos.shape[1]
-    if rope_dim > width:
-        raise ValueError(f"cos has {cos.shape[1]} columns, so R={rope_dim}; q is only D={width} wide")
+    rows, columns = table_shape
+    spare = width - 2 * columns
+    if spare < 0:
+        raise ValueError(f"cos has {columns} columns, so R={2 * columns}; q is only D={width} wide")
     if start is None:
-        if 0 < rope_dim < width:
+        if spare and columns:
             raise ValueError(
-                f"start must be said when R={rope_dim} < D={width}: 0 for leading, {width - rope_dim} for trailing"
+                f"start must be said when R={2 * columns} < D={width}: 0 for leading, {spare} for trailing"
             )
         start = 0
-    if not 0 <= start <= width - rope_dim:
-        raise ValueError(f"start takes 0 … {width - rope_dim} for R={rope_dim} of D={width}, got start={start}")
+    if not 0 <= start <= spare:
+        raise ValueError(f"start takes 0 … {spare} for R={2 * columns} of D={width}, got start={start}")
     if positions is None:
-        if lead[-1] > cos.shape[0]:
-            raise IndexError(f"positions 0 … {lead[-1] - 1} do not fit a table of {cos.shape[0]} rows")
+        if lead[-1] > rows:
+            raise IndexError(f"positions 0 … {lead[-1] - 1} do not fit a table of {rows} rows")
     else:
-        if positions.dtype not in (torch.int32, torch.int64):
+        if positions.dtype != torch.int64 and positions.dtype != torch.int32:
             raise ValueError(f"positions takes int32 or int64, got {positions.dtype}")
         if positions.shape != lead and positions.shape != lead[-1:]:
             raise ValueError(f"positions takes the shape {tuple(lead)} or ({lead[-1]},), got {tuple(positions.shape)}")
-        if positions.device != q.device:
-            raise ValueError(f"positions takes q's device {q.device}, got {positions.device}")
+        if positions.device != device:
+            raise ValueError(f"positions takes q's device {device}, got {positions.device}")
     return start
+
+
+def _rotate_what_there_is(q, k, cos, sin, positions, mode, start, inverse, inplace):
+    """Where R is 0, or a tensor has no elements: that one keeps its shape, and the other is rotated alone."""
+    options = {"mode": mode, "start": start, "inverse": inverse, "inplace": inplace}
+    results = [x if x is None or inplace else x.clone() for x in (q, k)]
+    for i, x in enumerate((q, k)):
+        if cos.shape[1] and x is not None and x.numel():
+            results[i] = apply_rope(x, None, cos, sin, positions, **options)[0]
+    return tuple(results)
 
 
 def _rows(x):
@@ -810,49 +823,53 @@ def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
 
 def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
     """Run kernel ④ from q and k into y and z; where y is q, in place."""
-    if k is not None and 0 in (q.shape[-2], k.shape[-2]):  # a tensor without heads has nothing to rotate
-        q, y = (q, y) if k.shape[-2] == 0 else (k, z)
-        k = z = None
     cos, sin = cos.contiguous(), sin.contiguous()
     (_launch_cuda if q.is_cuda else _launch_cpu)(q, k, cos, sin, positions, mode, start, inverse, y, z)
 
 
 def _launch_cuda(q, k, cos, sin, positions, mode, start, inverse, y, z):
-    heads_q, D = q.shape[-2:]
     heads_k = 0 if k is None else k.shape[-2]
-    inplace, batched, size = y is q, q.dim() == 4, q.element_size()
+    inplace, batched = y is q, q.dim() == 4
     if batched and q.shape[0] > 65535:  # what a grid's second axis holds: let the batch lie on the first
         ids = torch.arange(q.shape[1], device=q.device) if positions is None else positions
+        positions = ids.expand(q.shape[:2]).T
         q, k, y, z = (x if x is None else x.transpose(0, 1) for x in (q, k, y, z))
-        positions = ids.expand(q.shape[1], q.shape[0]).T
     if batched and positions is not None and positions.dim() == 1:
-        positions = positions.expand(q.shape[0], q.shape[1])
+        positions = positions.expand(q.shape[:2])
     if k is None:
         k, z = q, y
-    # the widest access that every row allows: the lowest set bit of all addresses and strides, in bytes
-    low = 16 | q.data_ptr() | k.data_ptr() | y.data_ptr() | z.data_ptr()
-    for x in (q, k) if inplace else (q, k, y, z):
-        for stride in x.stride()[:-1]:
-            low |= stride * size
-    if cos.data_ptr() % 16 or sin.data_ptr() % 16:
+    if (cos.data_ptr() | sin.data_ptr()) % 16:
         cos, sin = cos.clone(), sin.clone()
+    ids, id_dtype = (cos, None) if positions is None else (positions, positions.dtype)
+    address = (q.data_ptr() | k.data_ptr()) % 16
     run = _prepared(
-        heads_q, heads_k, D, 2 * cos.shape[1], start, mode, _NAMES[q.dtype], _NAMES[cos.dtype],
-        None if positions is None else _NAMES[positions.dtype], inverse, inplace, batched, (low & -low) // size or 1,
+        q.shape, heads_k, q.stride(), k.stride(), address, q.dtype, cos.shape[1], cos.dtype, id_dtype,
+        start, mode, inverse, inplace,
     )  # fmt: skip
-    arguments = (q, k, cos, sin, cos if positions is None else positions)
-    arguments = arguments if inplace else (*arguments, y, z)
-    if q.device.index == torch.cuda.current_device():  # asking is cheaper than switching
-        run(*arguments)
-    else:
+    arguments = (q, k, cos, sin, ids) if inplace else (q, k, cos, sin, ids, y, z)
+    if _SEVERAL_DEVICES:
         with torch.cuda.device_of(q):
             run(*arguments)
+    else:
+        run(*arguments)
 
 
-@functools.cache
-def _prepared(*arguments):
-    """Return kernel ④ as TileLang's bare executable: its wrapper costs a few microseconds a call more."""
-    return rope_per_token(*arguments).adapter._get_executable()
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    shape, heads_k, q_strides, k_strides, address, dtype, columns, table_dtype, id_dtype, start, mode, inverse, inplace
+):
+    """Return kernel ④ for tensors of this description as TileLang's bare executable, which starts fastest."""
+    heads_q, D = shape[-2:]
+    # the widest access that every row allows: the lowest bit in any address or stride, in bytes; y and z are dense
+    bits = 16 | address
+    for count in (D, *q_strides[:-1], *k_strides[:-1]):
+        bits |= dtype.itemsize * count
+    width = max(1, (bits & -bits) // dtype.itemsize)
+    names = [None if kind is None else _NAMES[kind] for kind in (dtype, table_dtype, id_dtype)]
+    kernel = rope_per_token(
+        heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width
+    )
+    return kernel.adapter._get_executable()
 
 
 def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
@@ -888,6 +905,7 @@ def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
     run(q, k, cos, sin, ids) if inplace else run(q, k, cos, sin, ids, y, z)
 
 
+_SEVERAL_DEVICES = torch.cuda.device_count() > 1  # then a launch must say which; asking each time costs more than that
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "int32", "int64")}
 # not "mode": torch.compile's own wrapper of ops that write has a parameter of that name
 _SIGNATURE = "Tensor cos, Tensor sin, Tensor? positions, str convention, int start, bool inverse"
