@@ -529,7 +529,8 @@ def rope_per_token(
     if serial and (batched or strides is None):
         raise ValueError("the C backend takes strides as constants, and no batch axis")
     half = R // 2
-    # a thread takes four vectors of vec channels, so that four 16-byte loads are under way at once; a block is a warp
+    # a thread takes four vectors of vec channels, so that four 16-byte loads are under way at once; a block is a warp.
+    # Two of them lie in one head, half a head apart: in neox they are partners, interleaved pairs lie within each.
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
@@ -540,9 +541,12 @@ def rope_per_token(
     piece = vec if serial else min(vec, width)
     elements = T.serial if serial else T.vectorized
     gathered = index_dtype is not None
-    parts, lanes = (2, half // vec) if mode == "neox" else (1, R // vec)
+    parts = 1 if mode == "interleaved" and half % vec else 2
+    lanes = R // (parts * vec)
     pairs = parts * vec // 2
     per_thread = 4 // parts
+    pieces = 1 if mode == "neox" else parts  # of a table row that a thread needs
+    piece_pairs = pairs // pieces
     slots = max(1, 32 // lanes)  # heads side by side in a warp; each thread takes per_thread of them, slots apart
     groups = -(-(heads_q + heads_k) // (slots * per_thread))
     rest = (D - R) // spare
@@ -564,7 +568,7 @@ def rope_per_token(
     )
 
     @T.macro
-    def rotate(x, y, cos, sin, positions, token, first, count, lane, x_vec, cos_vec, sin_vec):
+    def rotate(x, y, cos, sin, positions, token, first, count, lane, x_vec, y_vec, cos_vec, sin_vec):
         for n in T.unroll(per_thread):
             head = first + n * slots
             if (head >= 0) & (head < count):
@@ -576,10 +580,12 @@ def rope_per_token(
                             ]
         row = positions[token] if gathered else token[-1]  # after the loads of x, so that the two latencies overlap
         if (row >= 0) & (row < cos.shape[0]):
-            for j in elements(pairs):
-                cos_vec[j] = cos[row, lane * pairs + j]
-            for j in elements(pairs):
-                sin_vec[j] = sin[row, lane * pairs + j]
+            for part in T.unroll(pieces):
+                for j in elements(piece_pairs):
+                    cos_vec[part * piece_pairs + j] = cos[row, part * (half // 2) + lane * piece_pairs + j]
+            for part in T.unroll(pieces):
+                for j in elements(piece_pairs):
+                    sin_vec[part * piece_pairs + j] = sin[row, part * (half // 2) + lane * piece_pairs + j]
         else:
             for j in T.unroll(pairs):
                 cos_vec[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)  # NaN
@@ -593,17 +599,17 @@ def rope_per_token(
                     if mode == "neox":
                         a = T.cast(x_vec[n, 0, j], "float32")
                         b = T.cast(x_vec[n, 1, j], "float32")
-                        x_vec[n, 0, j] = T.cast(a * c - b * s, dtype)
-                        x_vec[n, 1, j] = T.cast(b * c + a * s, dtype)
+                        y_vec[n, 0, j] = T.cast(a * c - b * s, dtype)
+                        y_vec[n, 1, j] = T.cast(b * c + a * s, dtype)
                     else:
-                        a = T.cast(x_vec[n, 0, 2 * j], "float32")
-                        b = T.cast(x_vec[n, 0, 2 * j + 1], "float32")
-                        x_vec[n, 0, 2 * j] = T.cast(a * c - b * s, dtype)
-                        x_vec[n, 0, 2 * j + 1] = T.cast(a * s + b * c, dtype)
+                        a = T.cast(x_vec[n, j // piece_pairs, 2 * (j % piece_pairs)], "float32")
+                        b = T.cast(x_vec[n, j // piece_pairs, 2 * (j % piece_pairs) + 1], "float32")
+                        y_vec[n, j // piece_pairs, 2 * (j % piece_pairs)] = T.cast(a * c - b * s, dtype)
+                        y_vec[n, j // piece_pairs, 2 * (j % piece_pairs) + 1] = T.cast(a * s + b * c, dtype)
                 for part in T.unroll(parts):
                     for i in T.unroll(vec // piece):
                         for j in elements(piece):
-                            y[(*token, head, start + part * half + lane * vec + i * piece + j)] = x_vec[
+                            y[(*token, head, start + part * half + lane * vec + i * piece + j)] = y_vec[
                                 n, part, i * piece + j
                             ]
                 if rest and not inplace:
@@ -615,20 +621,33 @@ def rope_per_token(
                                 y[(*token, head, channel + j)] = x[(*token, head, channel + j)]
 
     @T.macro
-    def heads(q, k, y, z, cos, sin, positions, token, group, item, x_vec, cos_vec, sin_vec):
+    def heads(q, k, y, z, cos, sin, positions, token, group, item, x_vec, y_vec, cos_vec, sin_vec):
         first = group * slots * per_thread + item // lanes
         if first < heads_q:
-            rotate(q, y, cos, sin, positions, token, first, heads_q, item % lanes, x_vec, cos_vec, sin_vec)
+            rotate(q, y, cos, sin, positions, token, first, heads_q, item % lanes, x_vec, y_vec, cos_vec, sin_vec)
         if heads_k:  # noqa: SIM102 - the first is settled when the kernel is built
             if first + (per_thread - 1) * slots >= heads_q:
                 rotate(
-                    k, z, cos, sin, positions, token, first - heads_q, heads_k, item % lanes, x_vec, cos_vec, sin_vec
+                    k,
+                    z,
+                    cos,
+                    sin,
+                    positions,
+                    token,
+                    first - heads_q,
+                    heads_k,
+                    item % lanes,
+                    x_vec,
+                    y_vec,
+                    cos_vec,
+                    sin_vec,
                 )
 
     @T.macro
     def launch(q, k, y, z, cos, sin, positions):
         with T.Kernel(S * groups, B, threads=slots * lanes) as (block, b):
             x_vec = T.alloc_local((per_thread, parts, vec), dtype)
+            y_vec = T.alloc_local((per_thread, parts, vec), dtype)
             cos_vec = T.alloc_local((pairs,), table_dtype)
             sin_vec = T.alloc_local((pairs,), table_dtype)
             if width > 1 and not serial:
@@ -638,10 +657,10 @@ def rope_per_token(
             token = (b, block // groups) if batched else (block // groups,)
             if serial:
                 for item in T.serial(slots * lanes):
-                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
+                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, y_vec, cos_vec, sin_vec)
             else:
                 item = T.get_thread_binding()
-                heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
+                heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, y_vec, cos_vec, sin_vec)
 
     if inplace:
 
