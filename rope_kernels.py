@@ -817,9 +817,24 @@ def _rotate(q, k, cos, sin, positions, mode, start, inverse):
     return y, z
 
 
+def _span(x, axes):
+    """Return how many elements lie from the first to the last one that the last `axes` axes reach."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape[-axes:], x.stride()[-axes:], strict=True))
+
+
+def _disjoint(q, k):
+    """Tell whether q and k share no element: they lie apart, or interleave by token or by head."""
+    a, b = sorted((q, k), key=lambda x: x.data_ptr())
+    apart = (b.data_ptr() - a.data_ptr()) // q.element_size()
+    for axes in range(1, q.dim() + 1):
+        steps = a.stride()[:-axes]
+        if steps == b.stride()[:-axes] and _span(a, axes) <= apart <= min(steps, default=math.inf) - _span(b, axes):
+            return True
+    return False
+
+
 def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
     """In place, where no element is reached twice."""
-    spans = {}
     for name, x in (("q", q), ("k", k)):
         if x is None:
             continue
@@ -830,14 +845,10 @@ def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
             if size > 1 and stride < reach:
                 raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {x.stride()}")
             reach += (size - 1) * stride
-        token = 1 + sum((size - 1) * stride for stride, size in zip(x.stride()[-2:], x.shape[-2:], strict=True))
-        spans[name] = (x.data_ptr() // x.element_size(), reach, token)
-    if len(spans) == 2:
-        (a, reach_a, token_a), (b, _, token_b) = sorted(spans.values())
-        packed = q.stride()[:-2] == k.stride()[:-2] and min(q.stride()[:-2]) >= b - a + token_b
-        if a + reach_a > b and not (packed and a + token_a <= b):
-            raise ValueError("inplace=True takes q and k that share no element")
+    if k is not None and not _disjoint(q, k):
+        raise ValueError("inplace=True takes q and k that share no element")
     _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
+    torch.autograd.graph.increment_version([x for x in (q, k) if x is not None])  # so that autograd sees the write
 
 
 def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
@@ -910,7 +921,11 @@ def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
             _launch_cpu(q[b], rows[0], cos, sin, ids, mode, start, inverse, rows[1], rows[2])
         return
     inplace = y is q
-    q, k = (x if x is None or 0 not in x.stride() else x.contiguous() for x in (q, k))  # C takes no stride of 0
+    if inplace:  # a stride of 0, which C does not take, is one over a single element here, where any other serves
+        q, k = (x if x is None else x.as_strided(x.shape, [step or 1 for step in x.stride()]) for x in (q, k))
+        y, z = q, k
+    else:
+        q, k = (x if x is None or 0 not in x.stride() else x.contiguous() for x in (q, k))
     heads_q, D = q.shape[-2:]
     heads_k = 0 if k is None else k.shape[-2]
     if k is None:

@@ -10,6 +10,7 @@ import chapter
 import pytest
 import tilelang
 import torch
+from conftest import BACKENDS, build, copied_alone, needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import angles, rotate
@@ -21,8 +22,6 @@ CONVENTION = {"rope_neox_naive": "neox", "rope_neox_blocked": "neox", "rope_inte
 REFERENCE = {"neox": rk.torch_rope_neox, "interleaved": rk.torch_rope_interleaved}
 every_factory = pytest.mark.parametrize("factory", [NAIVE, NEOX, INTERLEAVED], ids=lambda f: f.__name__)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-BACKENDS = ["c", pytest.param("cuda", marks=needs_cuda)]
 BACKEND_DTYPES = [
     ("c", "float32"),
     ("c", "float16"),
@@ -31,14 +30,6 @@ BACKEND_DTYPES = [
 # widths with and without powers of two, one row and many, each blk_s
 SHAPES = [(1, 2, 1), (5, 6, 1), (12, 10, 4), (64, 64, 32), (8, 72, 4), (16, 72, 16), (4, 80, 1), (24, 80, 8)]
 SHAPES += [(32, 96, 32), (8, 96, 4), (16, 128, 16), (6, 192, 2), (32, 256, 16)]
-
-
-def build(factory, backend, *args, **kwargs):
-    """Build for a named backend; y is an argument of the kernel, so that a test can poison and guard it."""
-    options = rk.C_BACKEND if backend == "c" else {"target": "cuda"}
-    with tilelang.tvm.target.Target(options["target"]):
-        factory.initialize_jit_mode(*args, **kwargs)
-        return tilelang.compile(factory.func(*args, **kwargs), **options)
 
 
 def between_guards(tensor, guard):
@@ -139,17 +130,8 @@ def test_more_than_2_to_the_31_elements_are_addressed_in_64_bits():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_factory_works_when_copied_alone(factory, backend, tmp_path, monkeypatch):
     """On CUDA the bare text is enough; elsewhere it takes the file's one backend setting beside it."""
-    lines = ["import tilelang", "import tilelang.language as T", inspect.getsource(factory)]
-    if backend == "c":
-        setting = re.search(r"^C_BACKEND = .*$", inspect.getsource(rk), re.M).group()
-        lines += [setting, f"vars({factory.__name__}).update(C_BACKEND)"]
-    (tmp_path / "copied.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "copied", raising=False)
-    import copied
-
     x, cos, sin = draw(48, 64, torch.float16, "cpu" if backend == "c" else "cuda")
-    y = getattr(copied, factory.__name__)(48, 64)(x, cos, sin)
+    y = copied_alone(factory, backend, tmp_path, monkeypatch)(48, 64)(x, cos, sin)
     assert torch.equal(y, REFERENCE[CONVENTION[factory.__name__]](x, cos, sin))
 
 

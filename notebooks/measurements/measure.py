@@ -255,7 +255,7 @@ def inputs(shape, dtype, columns):
 # ------------------------------------------------------------------------------------------------ timing
 
 
-def graph_times(launch, buffer_sets, replays=40):
+def graph_times(launch, buffer_sets, replays=24):
     """Return one time in µs a launch for each replay of a graph that launches once on every set of buffers."""
     outputs = [launch(*buffers) for buffers in buffer_sets]  # kept alive, so that each launch writes its own
     graph = torch.cuda.CUDAGraph()
@@ -350,10 +350,16 @@ class Case:
 
 
 LLAMA = [Case(tokens) for tokens in (1, 16, 128, 2048, 16384, 131072)]
+COUNTED_OP, COUNTED_MODES = LLAMA[4], {"apply_rope, neox": "neox", "apply_rope, interleaved": "interleaved"}
 TILEOPS_CLAIM = Case(2048, heads_k=0, dtype="float16", batch=2)
 OTHER_SHAPES = [Case(tokens, 128, 1, 64, tail_of=192) for tokens in (2048, 16384)]
 OTHER_SHAPES += [Case(16384, D=D) for D in (64, 80, 96, 256)]
 OTHER_SHAPES += [Case(16384, dtype=dtype) for dtype in ("float16", "float32")]
+
+
+def variants_of(case):
+    """Name the calls of apply_rope: with table rows 0, 1, … as the peers have them, or gathered by random ids."""
+    return ["apply_rope", "apply_rope, ids", "apply_rope, in place"] if case in LLAMA else ["apply_rope"]
 
 
 def peers_of(case):
@@ -378,7 +384,7 @@ def time_copy(case, count):
     dtype = getattr(torch, case.dtype)
     pairs = [[torch.randn(case.elements(), device="cuda").to(dtype) for _ in range(2)] for _ in range(count)]
     ways = (lambda x, y: y.copy_(x), lambda x, y: torch.neg(x, out=y))
-    times = min((graph_times(way, pairs, 20) for way in ways), key=statistics.median)
+    times = min((graph_times(way, pairs) for way in ways), key=statistics.median)
     return op_record("copy", "", "", case, times, 2 * case.elements() * pairs[0][0].element_size())
 
 
@@ -399,34 +405,44 @@ def check(got, case, q, k, cos, sin, pairing, tolerance):
 def measure_op(case):
     """Check and time a copy, apply_rope and its peers; return their records and the peers that were skipped."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = [case.tensors() for _ in range(max(2, min(2048, -(-2 * l2_bytes // case.ledger()))))]
+    # what a call reads exceeds twice the L2 cache before a buffer comes round again, as far as 2048 launches go
+    sets = [case.tensors() for _ in range(max(2, min(2048, -(-4 * l2_bytes // case.ledger()))))]
     copy = time_copy(case, len(sets))
     torch.cuda.empty_cache()
     records, skipped = [copy], []
     cos, sin = tables(case)
     q, k, ids = sets[0]
-    row = torch.arange(case.tokens, device="cuda")  # peers take the rows of positions 0, 1, …, gathered beforehand
+    row = torch.arange(case.tokens, device="cuda")
     for pairing, direction in itertools.product(("neox", "interleaved"), ("forward", "backward")):
         inverse = direction == "backward"
         sign = -1 if inverse else 1
+        if inverse and case not in LLAMA:
+            continue
+        for name in variants_of(case):
+            gathered, inplace = name.endswith("ids"), name.endswith("in place")
 
-        def ours(q, k, ids, pairing=pairing, inverse=inverse):
-            return rk.apply_rope(q, k, cos, sin, ids, mode=pairing, inverse=inverse)
+            def ours(q, k, ids, options=(pairing, inverse, gathered, inplace)):
+                mode, inverse, gathered, inplace = options
+                where = ids if gathered else None
+                return rk.apply_rope(q, k, cos, sin, where, mode=mode, inverse=inverse, inplace=inplace)
 
-        check(ours(q, k, ids), case, q, k, cos[ids], sign * sin[ids], pairing, 2e-2)
-        times = graph_times(ours, sets, 20)
-        records.append(op_record("apply_rope", pairing, direction, case, times, case.ledger(), copy))
+            at = ids if gathered else row
+            got = ours(q.clone(), None if k is None else k.clone(), ids)
+            check(got, case, q, k, cos[at], sign * sin[at], pairing, 2e-2)
+            times = graph_times(ours, sets)
+            records.append(op_record(name, pairing, direction, case, times, case.ledger(), copy))
         makers = peers.BACKWARD if inverse else peers.FORWARD
         for name in [name for name in peers_of(case) if name in makers]:
             try:
                 peer = makers[name](pairing, cos[row], sin[row], q.dtype)
                 got = peer(q.clone(), None if k is None else k.clone())
                 check(got, case, q, k, cos[row], sign * sin[row], pairing, 6e-2)
-                times = graph_times(lambda q, k, ids, peer=peer: peer(q, k), sets, 20)
+                times = graph_times(lambda q, k, ids, peer=peer: peer(q, k), sets)
                 records.append(op_record(name, pairing, direction, case, times, case.ledger(), copy))
             except Exception as error:  # the run goes on, and the file names what it lacks and why
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                skipped.append({"implementation": name, "pairing": pairing, "direction": direction, "reason": reason})
+                about = {"implementation": name, "pairing": pairing, "direction": direction, "tokens": case.tokens}
+                skipped.append({**about, "reason": reason})
                 print(f"{name:36} {pairing} {direction} tokens={case.tokens} skipped: {reason}", flush=True)
             torch.cuda.empty_cache()
     return records, skipped
@@ -451,9 +467,8 @@ def measure_host(case):
     cos, sin = tables(case)
     y, z, row = torch.empty_like(q), torch.empty_like(k), torch.arange(case.tokens, device="cuda")
     rk.apply_rope(q, k, cos, sin, ids)
-    bare = rk._prepared(
-        case.heads_q, case.heads_k, case.D, case.D, 0, "neox", case.dtype, "float32", "int64", False, False, False, 8
-    )
+    description = (q.shape, case.heads_k, q.stride(), k.stride(), 0, q.dtype, case.D // 2, cos.dtype, ids.dtype)
+    bare = rk._prepared(*description, 0, "neox", False, False)
     calls = {
         "apply_rope": lambda: rk.apply_rope(q, k, cos, sin, ids),
         "apply_rope, in place": lambda: rk.apply_rope(q, k, cos, sin, ids, inplace=True),
@@ -540,11 +555,18 @@ def count(implementation):
     row = list(csv.DictReader(table.splitlines()))[1]  # the first row holds the units
     values = {name: int(float(row[metric].replace(",", ""))) for name, metric in METRICS.items()}
     print(f"{implementation:36} counters {values}", flush=True)
-    return {"implementation": implementation, "shape": list(LARGE), "dtype": "float16", **values}
+    shape, dtype = (
+        (LARGE, "float16") if implementation in COUNTED else (dataclasses.astuple(COUNTED_OP)[:4], "bfloat16")
+    )
+    return {"implementation": implementation, "shape": list(shape), "dtype": dtype, **values}
 
 
 def launch_once(implementation):
-    """Launch one kernel of the ladder once: what ncu looks at."""
+    """Launch one kernel once: what ncu looks at."""
+    if implementation in COUNTED_MODES:
+        q, k, _ = COUNTED_OP.tensors()
+        rk.apply_rope(q, k, *tables(COUNTED_OP), mode=COUNTED_MODES[implementation])
+        torch.cuda.synchronize()
     for name, build, _, columns in ladder(LARGE, "float16"):
         if name == implementation:
             build()(*inputs(LARGE, "float16", columns))
@@ -621,7 +643,7 @@ def main():
     result["host_records"] = measure_host(LLAMA[1])
     result["cpu_records"] = measure_cpu()
     if shutil.which("ncu"):
-        result["counters"] = [count(implementation) for implementation in COUNTED]
+        result["counters"] = [count(implementation) for implementation in (*COUNTED, *COUNTED_MODES)]
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {options.out}")
 
