@@ -479,6 +479,7 @@ def rope_per_token(
     inplace=False,
     batched=False,
     width=1,
+    vectors=4,
     strides=None,
 ):
     """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
@@ -512,13 +513,13 @@ def rope_per_token(
         raise ValueError(f"rope dim must be even, got R={R}")
     if start + R > D:
         raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
-    if width not in (1, 2, 4, 8):
-        raise ValueError(f"width takes 1, 2, 4 or 8, got width={width}")
     for name, value, allowed in (
         ("mode", mode, ("neox", "interleaved")),
         ("dtype", dtype, ("float16", "bfloat16", "float32")),
         ("table_dtype", table_dtype, ("float32", dtype)),
         ("index_dtype", index_dtype, ("int32", "int64", None)),
+        ("width", width, (1, 2, 4, 8)),
+        ("vectors", vectors, (2, 4)),
     ):
         if value not in allowed:
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
@@ -529,8 +530,9 @@ def rope_per_token(
     if serial and (batched or strides is None):
         raise ValueError("the C backend takes strides as constants, and no batch axis")
     half = R // 2
-    # a thread takes four vectors of vec channels, so that four 16-byte loads are under way at once; a block is a warp.
-    # Two of them lie in one head, half a head apart: in neox they are partners, interleaved pairs lie within each.
+    # A block is a warp. A thread takes `vectors` of vec channels: with many tokens four, so that four 16-byte loads are
+    # under way at once; with few two, which are sooner done. Two of them lie in one head, half a head apart: in neox
+    # they are partners, interleaved pairs lie within each.
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
@@ -544,7 +546,7 @@ def rope_per_token(
     parts = 1 if mode == "interleaved" and half % vec else 2
     lanes = R // (parts * vec)
     pairs = parts * vec // 2
-    per_thread = 4 // parts
+    per_thread = vectors // parts
     pieces = 1 if mode == "neox" else parts  # of a table row that a thread needs
     piece_pairs = pairs // pieces
     slots = max(1, 32 // lanes)  # heads side by side in a warp; each thread takes per_thread of them, slots apart
@@ -896,8 +898,9 @@ def _prepared(
         bits |= dtype.itemsize * count
     width = max(1, (bits & -bits) // dtype.itemsize)
     names = [None if kind is None else _NAMES[kind] for kind in (dtype, table_dtype, id_dtype)]
+    vectors = 2 if math.prod(shape[:-2]) <= 64 else 4
     kernel = rope_per_token(
-        heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width
+        heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, vectors
     )
     return kernel.adapter._get_executable()
 

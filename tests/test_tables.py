@@ -959,40 +959,38 @@ def gemma4(x, cos, sin):
     return modeling_gemma4.apply_rotary_pos_emb(x, doubled(cos), doubled(sin))
 
 
-def through_attention(module, attention, x, tables, monkeypatch, **arguments):
+def through_attention(attention, x, tables, monkeypatch, **arguments):
     """Run a whole attention layer whose query projection yields x, and return the query that reaches the scores."""
-    seen = {}
+    seen, matmul = [], torch.matmul
 
-    def scores(self, query, key, value, *_, **__):
-        seen["query"] = query
-        return value.transpose(1, 2), None
+    def noted(query, *rest):
+        seen.append(query)
+        return matmul(query, *rest)
 
-    monkeypatch.setattr(module, "eager_attention_forward", scores)
+    monkeypatch.setattr(torch, "matmul", noted)  # the scores are the first product that the layer takes
     batch, heads, length, width = x.shape
     rows = x.transpose(1, 2).reshape(batch, length, heads * width)
     attention.q_proj.forward = lambda hidden: rows
     attention(torch.zeros(batch, length, attention.config.hidden_size), position_embeddings=tables, **arguments)
-    return seen["query"]
+    return seen[0]
 
 
 def phi(x, cos, sin, monkeypatch):
     config = PhiConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
     attention = modeling_phi.PhiAttention(config, layer_idx=0)
-    return through_attention(modeling_phi, attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
+    return through_attention(attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
 
 
 def stablelm(x, cos, sin, monkeypatch):
     config = StableLmConfig(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
     attention = modeling_stablelm.StableLmAttention(config, layer_idx=0)
-    return through_attention(
-        modeling_stablelm, attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None
-    )
+    return through_attention(attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
 
 
 def gptj(x, cos, sin, monkeypatch):
     config = GPTJConfig(n_embd=512, n_head=2, rotary_dim=64, attn_implementation="eager")
     attention = modeling_gptj.GPTJAttention(config, layer_idx=0)
-    return through_attention(modeling_gptj, attention, x, (sin[None], cos[None]), monkeypatch)
+    return through_attention(attention, x, (sin[None], cos[None]), monkeypatch)
 
 
 MODELS = {  # head width, R, the call that reproduces the model, the model's own code
@@ -1035,9 +1033,7 @@ def test_partial_rotation_of_deepseek_v3(monkeypatch):
     attention = modeling_deepseek_v3.DeepseekV3Attention(config, layer_idx=0)
     cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor([1, 2, 7, 300, 4097]))
     x = randn(2, 2, 5, 192, dtype=torch.float32)
-    theirs = through_attention(
-        modeling_deepseek_v3, attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None
-    )
+    theirs = through_attention(attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
     order = torch.cat((torch.arange(128), torch.arange(128, 192, 2), torch.arange(129, 192, 2)))
     assert torch.equal(torch_partial_rope(x, cos, sin, "interleaved")[..., order], theirs)
 
