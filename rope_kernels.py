@@ -700,6 +700,8 @@ def rope_per_token(
 C_BACKEND = {"target": "c", "pass_configs": {"tirx.disable_vectorize": True}, "compile_flags": ["-O3"]}
 for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, rope_per_token):
     functools.update_wrapper(_factory, _factory.func.orig_func)  # name, docstring and source for readers
+    _factory.mode = "lazy"  # what TileLang would find out by a first call; known, `.func` serves any target at once
+    _factory.func.set_mode("lazy")
     if not torch.cuda.is_available():
         vars(_factory).update(C_BACKEND)
 
@@ -906,6 +908,7 @@ def _prepared(
 
 
 def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
+    inplace = y is q
     if positions is not None and positions.numel():
         low, high = (int(bound) for bound in positions.aminmax())
         if low < 0 or high >= cos.shape[0]:
@@ -920,10 +923,10 @@ def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
     if q.dim() == 4:
         for b in range(q.shape[0]):
             ids = positions if positions is None or positions.dim() == 1 else positions[b]
-            rows = [x if x is None else x[b] for x in (k, y, z)]
-            _launch_cpu(q[b], rows[0], cos, sin, ids, mode, start, inverse, rows[1], rows[2])
+            q_b, k_b = (x if x is None else x[b] for x in (q, k))
+            y_b, z_b = (q_b, k_b) if inplace else (x if x is None else x[b] for x in (y, z))
+            _launch_cpu(q_b, k_b, cos, sin, ids, mode, start, inverse, y_b, z_b)
         return
-    inplace = y is q
     if inplace:  # a stride of 0, which C does not take, is one over a single element here, where any other serves
         q, k = (x if x is None else x.as_strided(x.shape, [step or 1 for step in x.stride()]) for x in (q, k))
         y, z = q, k
@@ -935,11 +938,18 @@ def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
         k, z = q, y
     ids = cos if positions is None else positions.contiguous()
     strides = tuple(x.stride()[:2] for x in (q, k, y, z)) + ((1,),)
-    run = rope_per_token(
+    run = _prepared_in_c(
         heads_q, heads_k, D, 2 * cos.shape[1], start, mode, _NAMES[q.dtype], _NAMES[cos.dtype],
-        None if positions is None else _NAMES[positions.dtype], inverse, inplace, strides=strides,
+        None if positions is None else _NAMES[positions.dtype], inverse, inplace, strides,
     )  # fmt: skip
     run(q, k, cos, sin, ids) if inplace else run(q, k, cos, sin, ids, y, z)
+
+
+@functools.cache
+def _prepared_in_c(*arguments):
+    """Return kernel ④ through the C backend, for tensors on the CPU also where there is a CUDA device."""
+    with tilelang.tvm.target.Target("c"):
+        return tilelang.compile(rope_per_token.func(*arguments[:-1], strides=arguments[-1]), **C_BACKEND)
 
 
 _SEVERAL_DEVICES = torch.cuda.device_count() > 1  # then a launch must say which; asking each time costs more than that

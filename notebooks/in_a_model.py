@@ -1,8 +1,10 @@
-"""Notebook 10: apply_rope inside transformers models, a tiny transformer, faults for it, and checks of the exercises."""
+"""What notebook 10 needs: apply_rope in transformers models, a tiny transformer, its faults, a way to find them."""
 
 import contextlib
+import copy
 import functools
 import importlib.util
+import traceback
 
 import chapter  # adds the folder of rope_kernels.py to the path
 import torch
@@ -12,11 +14,11 @@ import rope_kernels as rk
 if importlib.util.find_spec("transformers") is None:
     raise ImportError("This notebook needs transformers: run `pip install -r requirements.txt` first.")
 
-import transformers  # noqa: E402
-from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: E402
-from transformers.models.glm import modeling_glm  # noqa: E402
-from transformers.models.gptj import modeling_gptj  # noqa: E402
-from transformers.models.llama import modeling_llama  # noqa: E402
+import transformers
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.glm import modeling_glm
+from transformers.models.gptj import modeling_gptj
+from transformers.models.llama import modeling_llama
 
 transformers.logging.set_verbosity_error()
 
@@ -114,24 +116,34 @@ def small_model(family, dtype=torch.float32, seed=0, **changes):
 
 LETTERS, LENGTH = 16, 64  # a … p; tokens in a sequence
 HEADS, D, R = 2, 32, 16  # of the D channels of a head, R are rotated: the leading ones, in interleaved pairs
-CONFIG = dict(rope_type="yarn", rope_theta=10000.0, factor=32.0, original_max_position_embeddings=1024)
+CONFIG = dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=1024)
 ROWS = 2048  # positions in a table
 
 
-def table(config=CONFIG, factor=None):
-    """Return cos and sin (ROWS, R/2) of a config; factor replaces the attention factor that it asks for."""
-    inv_freq, wanted = rk.rope_frequencies(R, scaling=config)
+def table(base=10000.0, factor=None):
+    """Return cos and sin (ROWS, R/2) of CONFIG with this base; factor replaces its attention factor."""
+    inv_freq, wanted = rk.rope_frequencies(R, base, scaling=CONFIG)
     return rk.rope_table(inv_freq, ROWS, wanted if factor is None else factor, device=chapter.DEVICE)
 
 
-def rotation(cos_sin=None, *, mode="interleaved", start=0, inverse=False, shift=0):
-    """Return a function (q, k, ids) -> (q′, k′), the one that Tiny is trained with unless told otherwise."""
-    cos, sin = table() if cos_sin is None else cos_sin
+def rotation(*, base=10000.0, factor=None, mode="interleaved", start=0, inverse=False, shift=0):
+    """Return a function (q, k, ids) -> (q′, k′); without arguments it is the one that Tiny is trained with."""
+    cos, sin = table(base, factor)
 
     def rotate_qk(q, k, ids):
         return rk.apply_rope(q, k, cos, sin, ids + shift, mode=mode, start=start, inverse=inverse)
 
     return rotate_qk
+
+
+FAULTS = {  # each is one argument of rotation()
+    "neox pairs": dict(mode="neox"),
+    "sign flipped": dict(inverse=True),
+    "trailing channels": dict(start=D - R),
+    "base 500000": dict(base=500000.0),
+    "no attention factor": dict(factor=1.0),
+    "positions + 1000": dict(shift=1000),
+}
 
 
 def batch(count, generator):
@@ -183,7 +195,9 @@ def train(rotate_qk, steps=300, count=48, seed=0):
     losses = []
     for _ in range(steps):
         tokens, answers = batch(count, generator)
-        loss = torch.nn.functional.cross_entropy(model(tokens, rotate_qk).flatten(0, 1), answers.flatten(), ignore_index=-1)
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens, rotate_qk).flatten(0, 1), answers.flatten(), ignore_index=-1
+        )
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -201,3 +215,161 @@ def evaluate(model, rotate_qk, ids=None):
     loss = torch.nn.functional.cross_entropy(logits, answers).item()
     confidence, chosen = logits.softmax(-1).max(-1)
     return loss, (chosen == answers).float().mean().item(), confidence.mean().item()
+
+
+def in_words(result):
+    """Say what evaluate() returned in classes so wide that every machine gives the same words."""
+    loss, accuracy, _ = result
+    of_loss = "below 0.01" if loss < 0.01 else "0.01 … 2.77" if loss < 2.77 else "above guessing"
+    limits = {"below 20 %": 0.2, "20 … 80 %": 0.8, "80 … 99 %": 0.99, "above 99 %": torch.inf}
+    return f"loss {of_loss:16s}right answers {next(name for name, limit in limits.items() if accuracy < limit)}"
+
+
+def attention_map(model, rotate_qk, head, reach=24):
+    """Return a head's mean weight by letter at the query and by places back to the key (LETTERS, reach)."""
+    tokens, _ = batch(128, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        weights = model.attention(model.norms[0](model.embed(tokens)), rotate_qk, None)[:, head]
+    back = torch.arange(reach, LENGTH, device=tokens.device)[:, None] - torch.arange(reach, device=tokens.device)
+    weights = weights[:, reach:].gather(2, back.expand(len(tokens), -1, -1))  # batch, queries, places back
+    return torch.stack([weights[tokens[:, reach:] == letter].mean(0) for letter in range(LETTERS)]).cpu()
+
+
+def convert(model, order=None, scale=None):
+    """Return a copy whose rows of Wq and Wk are permuted and scaled, the D rows of each head alike."""
+    model = copy.deepcopy(model)
+    for projection in (model.q, model.k):
+        rows = projection.weight.data.view(HEADS, D, -1)
+        rows = rows if order is None else rows[:, order]
+        projection.weight.data = (rows if scale is None else rows * scale.to(rows)[:, None]).flatten(0, 1)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- finding a fault
+
+_HIDDEN = (
+    ("base 500000",),
+    ("sign flipped",),
+    ("positions + 1000",),
+    ("trailing channels",),
+    ("no attention factor",),
+    ("neox pairs",),
+    ("sign flipped", "trailing channels"),
+)
+
+
+def hidden(number):
+    """Return a rotation that holds one or two faults; reveal(number) says which."""
+    options = {}
+    for name in _HIDDEN[number]:
+        options |= FAULTS[name]
+    rotate_qk = rotation(**options)
+    return lambda q, k, ids: rotate_qk(q, k, ids)
+
+
+def reveal(number):
+    """Say what hidden(number) does wrong."""
+    return " and ".join(_HIDDEN[number])
+
+
+def read(rotate_qk, width=D):
+    """Read a rotation off what it makes of unit vectors: one call, each channel at positions 0 and 1."""
+    unit = torch.eye(width, device=chapter.DEVICE).repeat(2, 1).unsqueeze(1)  # tokens, one head, channels
+    ids = torch.arange(2, device=chapter.DEVICE).repeat_interleave(width)
+    out, _ = rotate_qk(unit, unit, ids)
+    still, turned = out.squeeze(1).cpu().double().view(2, width, width)  # row c: what became of channel c
+    mixed = turned - turned.diag().diag()
+    channels = mixed.any(1).nonzero().flatten().tolist()
+    pairs = [(c, int(mixed[c].abs().argmax())) for c in channels]
+    pairs = [(a, b) for a, b in pairs if a < b]
+    if not pairs:
+        return {"channels": "none"}
+    angle = [float(torch.atan2(turned[a, b], turned[a, a])) for a, b in pairs]
+    start, half = channels[0], len(pairs)
+    names = {
+        "interleaved": [(start + 2 * p, start + 2 * p + 1) for p in range(half)],
+        "neox": [(start + p, start + p + half) for p in range(half)],
+    }
+    return {
+        "turns at position 0": bool((still - still.diag().diag()).any()),
+        "channels": f"{start} … {channels[-1]} of {width}",
+        "pairs": next((name for name, wanted in names.items() if wanted == pairs), str(pairs)),
+        "sign": {(True, False): "+", (False, True): "−"}.get((max(angle) > 0, min(angle) < 0), "mixed"),
+        "attention factor": float(turned[pairs[0][0]].norm()),
+        "inv_freq": [abs(a) for a in angle],
+    }
+
+
+def written(value):
+    """Write an entry of such a card with four digits: entries that look alike are alike."""
+    if isinstance(value, list):
+        return "  ".join(map(written, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -------------------------------------------------------------------------------------- checks of the exercises
+
+
+def _check(find_fault):
+    """Make a check of an answer: it prints a verdict, returns it as a bool and never raises."""
+
+    @functools.wraps(find_fault)
+    def check(answer):
+        try:
+            fault = find_fault(answer)
+        except (Exception, SystemExit) as error:
+            fault = f"it raised {traceback.format_exception_only(error)[0].splitlines()[0][:200]}"
+        print("Right." if fault is None else f"Wrong: {fault}.")
+        return fault is None
+
+    return check
+
+
+@_check
+def check_exercise_1(order):
+    """Check an order of the D rows of a head that undoes a flipped sign: converted weights give the same scores."""
+    order = [int(row) for row in order]
+    if sorted(order) != list(range(D)):
+        return f"it takes each of the rows 0 … {D - 1} once"
+    q, k = torch.randn(2, 24, HEADS, D, generator=torch.Generator().manual_seed(4)).to(chapter.DEVICE)
+    ids = torch.arange(24, device=chapter.DEVICE) * 83  # up to 1909, where the slow pairs have turned as well
+    scores = [
+        torch.einsum("mhd,nhd->hmn", *rotation(inverse=flip)(x, y, ids))
+        for flip, x, y in ((False, q, k), (True, q[..., order], k[..., order]))
+    ]
+    if (scores[0] - scores[1]).abs().max() > 1e-3:
+        return "the scores are not those of the right sign"
+
+
+@_check
+def check_exercise_2(base_of):
+    """Check a function that finds the base of a plain RoPE kernel."""
+    for base, rope_dim, mode, start in (
+        (10000.0, 16, "neox", 0),
+        (500000.0, 32, "interleaved", 0),
+        (1234.0, 8, "neox", 24),
+    ):
+        cos, sin = rk.rope_table(rk.rope_frequencies(rope_dim, base)[0], 8, device=chapter.DEVICE)
+
+        def kernel(q, k, ids, cos=cos, sin=sin, mode=mode, start=start):
+            return rk.apply_rope(q, k, cos, sin, ids, mode=mode, start=start)
+
+        found = float(base_of(kernel))
+        if not abs(found / base - 1) < 1e-2:
+            return f"it found {found:.6g} for the base {base:g}, R = {rope_dim}"
+
+
+@_check
+def check_exercise_3(convert):
+    """Check a function that carries DeepSeek's cached keys from transformers' order of channels to apply_rope's."""
+    for width in (8, 64):
+        cos, sin = rk.rope_table(rk.rope_frequencies(width)[0], 5)
+        k = torch.randn(2, 1, 5, width, generator=torch.Generator().manual_seed(width))
+        twice = (t.repeat(1, 2).unsqueeze(0) for t in (cos, sin))
+        _, theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(k, k, *twice)
+        ours = rk.torch_rope_interleaved(k, cos, sin)
+        found = convert(theirs.clone())
+        if found.shape != ours.shape:
+            return f"it returned the shape {tuple(found.shape)} for {tuple(ours.shape)}"
+        if not (found - ours).abs().max() <= 1e-5:
+            return f"for R = {width} the keys are not apply_rope's"

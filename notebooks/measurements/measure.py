@@ -358,8 +358,10 @@ OTHER_SHAPES += [Case(16384, dtype=dtype) for dtype in ("float16", "float32")]
 
 
 def variants_of(case):
-    """Name the calls of apply_rope: with table rows 0, 1, … as the peers have them, or gathered by random ids."""
-    return ["apply_rope", "apply_rope, ids", "apply_rope, in place"] if case in LLAMA else ["apply_rope"]
+    """Name the calls of apply_rope: rows gathered by random ids, or rows 0, 1, … without ids, as peers take them."""
+    if case in LLAMA:
+        return ["apply_rope", "apply_rope, no ids", "apply_rope, no ids, in place"]
+    return ["apply_rope", "apply_rope, no ids"] if case == TILEOPS_CLAIM else ["apply_rope"]
 
 
 def peers_of(case):
@@ -419,7 +421,7 @@ def measure_op(case):
         if inverse and case not in LLAMA:
             continue
         for name in variants_of(case):
-            gathered, inplace = name.endswith("ids"), name.endswith("in place")
+            gathered, inplace = "no ids" not in name, "in place" in name
 
             def ours(q, k, ids, options=(pairing, inverse, gathered, inplace)):
                 mode, inverse, gathered, inplace = options
@@ -505,7 +507,6 @@ def measure_cpu():
     y = torch.empty_like(x)
     strides = (x.stride()[:2],) * 4 + ((1,),)
     with tilelang.tvm.target.Target("c"):
-        rk.rope_per_token.initialize_jit_mode(heads, 0, D, D, dtype="float32", strides=strides)
         tir = rk.rope_per_token.func(heads, 0, D, D, dtype="float32", strides=strides)
         kernel = tilelang.compile(tir, **rk.C_BACKEND)
     calls = {
