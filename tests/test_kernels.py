@@ -162,7 +162,7 @@ def test_what_the_factories_refuse(factory):
 
 @every_factory
 def test_kernels_refuse_tensors_of_another_shape_or_dtype(factory):
-    """Case B15: a table of R columns must not be read as one of R/2."""
+    """Dao-AILab/flash-attention#45: a table of R columns must not be read as one of R/2."""
     kernel = factory(16, 64, dtype="float16")
     x, cos, sin = draw(16, 64, torch.float16, chapter.DEVICE)
     wrong = [

@@ -43,7 +43,7 @@ def test_any_shape_against_float64(convention, rows, half, dtype):
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_one_rounding_with_float32_tables(convention, dtype):
-    """Case B09: roundings are counted, since rtol = 1e-2 passes sloppier arithmetic."""
+    """Dao-AILab/flash-attention#823: roundings are counted, since rtol = 1e-2 passes sloppier arithmetic."""
     x = torch.randn(4096, 128).to(dtype)
     angle = angles(range(4096), 128)
     cos, sin = angle.cos().float(), angle.sin().float()
@@ -82,7 +82,7 @@ def test_interleaved_is_transformers_gptj():
 
 
 def test_permutation_carries_one_convention_into_the_other():
-    """Case B01, at widths where the permutation is not its own inverse."""
+    """huggingface/transformers#25199, at widths where the permutation is not its own inverse."""
     for R in (8, 16, 128):
         permutation = torch.cat((torch.arange(0, R, 2), torch.arange(1, R, 2)))
         x, angle = torch.randn(7, R, dtype=torch.float64), angles(range(1, 8), R)
@@ -103,7 +103,7 @@ def test_permutation_carries_one_convention_into_the_other():
     ],
 )
 def test_partial_rotation_moves_the_right_channels(mode, start, right):
-    """Case B05: position 7, R = 4 of 8 channels."""
+    """ml-explore/mlx-lm#1698: position 7, R = 4 of 8 channels."""
     x = torch.arange(1.0, 9.0, dtype=torch.float64)[None]
     angle = angles([7], 4)
     y = rk.torch_partial_rope(x, angle.cos(), angle.sin(), mode, start)

@@ -1,5 +1,5 @@
 """The tables section of rope_kernels.py: frequencies and cos/sin tables against transformers and against float64
-formulas written here, the public reports of cases.md (their numbers stand in each docstring), partial rotation
+formulas written here, public reports of faults (cited in each docstring), partial rotation
 against the models' own code. No expected value comes from the product."""
 
 import contextlib
@@ -536,11 +536,12 @@ def test_table_follows_autocast_or_default_dtype(device):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(result, expected, strict=True))
 
 
-# --------------------------------------------------------------------------------------- the reported faults, B01 … B25
+# --------------------------------------------------------------------------------------- the reported faults --------
 
 
 def test_wrong_convention_after_weight_conversion():
-    """B01. The permutation that turns Meta's weights into Hugging Face's swaps one convention for the other."""
+    """huggingface/transformers#25199: The permutation that turns Meta's weights into Hugging Face's swaps one
+    convention for the other."""
     cos, sin = rope_table(rope_frequencies(8)[0], torch.tensor(1), dtype=torch.float64)
     neox, interleaved = torch_rope_neox(ONE_TO_EIGHT, cos, sin), torch_rope_interleaved(ONE_TO_EIGHT, cos, sin)
     expected = [-3.667053, 1.391008, 2.929851, 3.991998, 3.542983, 6.169692, 7.029650, 8.003996]
@@ -571,7 +572,8 @@ def test_wrong_convention_after_weight_conversion():
 
 
 def test_gptj_taken_for_neox():
-    """B02. GPT-J rotates adjacent pairs of the first 64 of 256 channels; at position 5 a mistake is of order 1."""
+    """vllm-project/vllm#747: GPT-J rotates adjacent pairs of the first 64 of 256 channels; at position 5 a mistake is
+    of order 1."""
     table = rope_table(rope_frequencies(8)[0], torch.tensor(5), dtype=torch.float64)
     np.testing.assert_allclose(torch_rope_neox(ONE_TO_EIGHT, *table)[:2], [5.078284, -1.121388], atol=1e-6)
     np.testing.assert_allclose(torch_rope_interleaved(ONE_TO_EIGHT, *table)[:2], [2.201511, -0.391600], atol=1e-6)
@@ -583,7 +585,8 @@ def test_gptj_taken_for_neox():
 
 
 def test_one_convention_for_attention_and_indexer():
-    """B02. DeepSeek-V3.2's attention takes adjacent pairs and its indexer half-split ones, from the same table."""
+    """vllm-project/vllm#747: DeepSeek-V3.2's attention takes adjacent pairs and its indexer half-split ones, from the
+    same table."""
     q = randn(6, 64)
     cos, sin = rope_table(rope_frequencies(64)[0], torch.arange(5, 11), dtype=torch.float64)
     for mode, rotate in ROTATIONS.items():
@@ -593,7 +596,8 @@ def test_one_convention_for_attention_and_indexer():
 
 
 def test_interleaved_input_comes_out_half_split():
-    """B03. transformers' DeepSeek-V3 helper returns the even channels, then the odd: scores agree, layouts do not."""
+    """huggingface/transformers#39687: transformers' DeepSeek-V3 helper returns the even channels, then the odd: scores
+    agree, layouts do not."""
     ids = torch.tensor([0, 1, 7, 300, 4097])
     q, k = randn(5, 64, seed=1), randn(5, 64, seed=2)
     cos, sin = rope_table(rope_frequencies(64)[0], ids, dtype=torch.float64)
@@ -610,7 +614,8 @@ def test_interleaved_input_comes_out_half_split():
 
 
 def test_partial_frequencies_taken_from_head_dim():
-    """B04. The denominator and the pair distance are those of the 64 rotated channels, not of the head's 256."""
+    """pie-project/pie#602: The denominator and the pair distance are those of the 64 rotated channels, not of the
+    head's 256."""
     inv_freq, _ = rope_frequencies(64)
     np.testing.assert_allclose(inv_freq[[0, 1, 2, 31]], [1, 0.7498942, 0.5623413, 1.333521e-4], rtol=1e-6)
     x = randn(256)
@@ -637,7 +642,7 @@ def test_partial_frequencies_taken_from_head_dim():
     ],
 )
 def test_partial_rotates_the_wrong_channels(mode, start, expected):
-    """B05. Norms agree for all four choices: only the values tell."""
+    """ml-explore/mlx-lm#1698: Norms agree for all four choices: only the values tell."""
     cos, sin = rope_table(rope_frequencies(4)[0], torch.tensor(7), dtype=torch.float64)
     np.testing.assert_allclose(torch_partial_rope(ONE_TO_EIGHT, cos, sin, mode, start), expected, atol=1e-6)
     for width, R in ((128, 64), (192, 64)):  # GLM-4's head; 128 + 64 channels of MLA
@@ -651,7 +656,8 @@ def test_partial_rotates_the_wrong_channels(mode, start, expected):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", ROTATIONS)
 def test_untouched_channels_lose_bits(mode, dtype):
-    """B05. NaN payloads, −0.0, infinities and subnormals of the other channels survive to the bit."""
+    """ml-explore/mlx-lm#1698: NaN payloads, −0.0, infinities and subnormals of the other channels survive to the bit.
+    ml-explore/mlx-lm#1698: NaN payloads, −0.0, infinities and subnormals of the other channels survive to the bit."""
     generator = torch.Generator().manual_seed(3)
     integer = INTEGER_VIEW[dtype.itemsize]
     limits = torch.iinfo(integer)
@@ -677,7 +683,8 @@ def test_untouched_channels_lose_bits(mode, dtype):
 
 @pytest.mark.parametrize("mode", ROTATIONS)
 def test_partial_of_full_or_zero_width(mode):
-    """B05, B22. R = width is the full rotation and R = 0 the identity, down to NaN payloads."""
+    """ml-explore/mlx-lm#1698, ohdearquant/lattice#401: R = width is the full rotation and R = 0 the identity, down to
+    NaN payloads."""
     x = randn(5, 64)
     cos, sin = rope_table(rope_frequencies(64)[0], 5, dtype=torch.float64)
     for start in (None, 0):
@@ -689,7 +696,8 @@ def test_partial_of_full_or_zero_width(mode):
 
 
 def test_positions_and_frequencies_in_low_precision():
-    """B07. The angle of position 1857, pair 1 is 1044.27; in half precision it is 1045 and its cos off by 0.78."""
+    """EleutherAI/gpt-neox#1003: The angle of position 1857, pair 1 is 1044.27; in half precision it is 1045 and its
+    cos off by 0.78."""
     inv_freq, _ = rope_frequencies(32)
     assert 1857 * inv_freq[1].item() == pytest.approx(1044.2678409, abs=1e-6)
     cos, sin = rope_table(inv_freq, 2048)
@@ -709,7 +717,8 @@ def test_positions_and_frequencies_in_low_precision():
 
 
 def test_half_precision_tables_or_upcast_result():
-    """B09. With float32 tables bf16 rows are rounded once; bf16 tables would miss 147 248 of 524 288 elements."""
+    """Dao-AILab/flash-attention#823: With float32 tables bf16 rows are rounded once; bf16 tables would miss 147 248 of
+    524 288 elements."""
     x = randn(4096, 128, dtype=torch.bfloat16)
     inv_freq, _ = rope_frequencies(128)
     cos, sin = rope_table(inv_freq, 4096)
@@ -736,7 +745,8 @@ def test_half_precision_tables_or_upcast_result():
     ],
 )  # fmt: skip
 def test_llama3_smooth_band_lost_or_divided_twice(R, scaling, kept, blended, values):
-    """B10. Three bands: unchanged, blended from the original frequencies, divided by the factor."""
+    """huggingface/transformers#32330: Three bands: unchanged, blended from the original frequencies, divided by the
+    factor."""
     inv_freq, factor = rope_frequencies(R, 5e5, scaling)
     plain, _ = rope_frequencies(R, 5e5)
     for i, value in values.items():
@@ -748,7 +758,8 @@ def test_llama3_smooth_band_lost_or_divided_twice(R, scaling, kept, blended, val
 
 
 def test_yarn_range_ignores_truncate():
-    """B11. gpt-oss asks for no rounding of the range (8.09, 17.40); rounding it is 43 % off at pair 17."""
+    """vllm-project/vllm#27722: gpt-oss asks for no rounding of the range (8.09, 17.40); rounding it is 43 % off at
+    pair 17."""
     for truncate, values in (
         (False, {12: 6.794959490e-3, 17: 1.293187012e-4}),
         (True, {12: 7.015713911e-3, 17: 2.279477958e-4}),
@@ -763,7 +774,7 @@ def test_yarn_range_ignores_truncate():
 
 @pytest.mark.parametrize("length", [128, 6, 4])
 def test_yarn_range_at_or_below_zero(length):
-    """B11. Bounds that fall on or below the first pair: finite, and transformers' values."""
+    """vllm-project/vllm#27722: Bounds that fall on or below the first pair: finite, and transformers' values."""
     inv_freq, _ = rope_frequencies(64, 1e4, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": length})
     theirs, _ = by_transformers(64, {**YARN_64, "factor": 4.0, "original_max_position_embeddings": length})
     assert inv_freq.isfinite().all()
@@ -788,7 +799,8 @@ def test_yarn_range_at_or_below_zero(length):
     ],
 )
 def test_yarn_attention_factor_applied_twice_or_lost(keys, expected):
-    """B12. The factor multiplies cos and sin once, at every position: row 0 is the factor, q·k grows by its square."""
+    """sgl-project/sglang#22711: The factor multiplies cos and sin once, at every position: row 0 is the factor, q·k
+    grows by its square."""
     inv_freq, factor = rope_frequencies(64, 1e4, {**YARN_64, **keys})
     assert factor == pytest.approx(expected, rel=1e-9)
     cos, sin = rope_table(inv_freq, 6, factor, dtype=torch.float64)
@@ -800,7 +812,7 @@ def test_yarn_attention_factor_applied_twice_or_lost(keys, expected):
 
 
 def test_dynamic_sticks_to_the_longest_sequence():
-    """B14. The base follows the length of each call, whatever was called before."""
+    """huggingface/transformers#46624: The base follows the length of each call, whatever was called before."""
     scaling = dict(type="dynamic", factor=2.0)
     expected = {2048: 10000.0, 2049: 10009.920712, 4096: 30527.736749, 8192: 72195.860087, 16: 10000.0}
     fresh = rope_frequencies(128, 1e4, scaling, seq_len=16, max_position=2048)[0]
@@ -812,7 +824,8 @@ def test_dynamic_sticks_to_the_longest_sequence():
 
 
 def test_call_depends_on_the_calls_before():
-    """B14. Llama 3 then YaRN of the same width, in any order, with results written over: the same bits as at first."""
+    """huggingface/transformers#46624: Llama 3 then YaRN of the same width, in any order, with results written over:
+    the same bits as at first."""
     calls = [(R, s, base, m, n) for R, s, base, m, lengths in GRID.values() for n in lengths]
     calls += [(64, LLAMA32, 1e4, 4096, None), (64, {**YARN_64, "factor": 32.0}, 1e4, 4096, None)]
     first = {}
@@ -827,7 +840,8 @@ def test_call_depends_on_the_calls_before():
 
 
 def test_table_of_another_layout_is_broadcast():
-    """B15. One column a pair is the contract; doubled tables, of either order, are refused by both conventions."""
+    """Dao-AILab/flash-attention#45: One column a pair is the contract; doubled tables, of either order, are refused by
+    both conventions."""
     x = randn(8)
     cos, sin = rope_table(rope_frequencies(8)[0], torch.tensor([3]), dtype=torch.float64)
     assert cos.shape == (1, 4)
@@ -847,7 +861,8 @@ def test_table_of_another_layout_is_broadcast():
 
 
 def test_distinct_halves_lose_the_second():
-    """B15. A table with different halves, [angles of 2 | angles of 7], is no rotation by one angle a pair: refused."""
+    """Dao-AILab/flash-attention#45: A table with different halves, [angles of 2 | angles of 7], is no rotation by one
+    angle a pair: refused."""
     x = randn(8)
     inv_freq, _ = rope_frequencies(8)
     cos, sin = rope_table(inv_freq, torch.tensor([2, 7]), dtype=torch.float64)
@@ -865,7 +880,7 @@ def test_distinct_halves_lose_the_second():
 
 @pytest.mark.parametrize("mode", ROTATIONS)
 def test_score_depends_on_absolute_position(mode):
-    """B15. dot(f(q, 5), f(k, 3)) = dot(f(q, 105), f(k, 103)), for every scaling."""
+    """Dao-AILab/flash-attention#45: dot(f(q, 5), f(k, 3)) = dot(f(q, 105), f(k, 103)), for every scaling."""
     q, k = randn(64, seed=1), randn(64, seed=2)
     for scaling in (None, LLAMA32, GPT_OSS, DEEPSEEK, {**GEMMA4, "factor": 2.0}):
         inv_freq, factor = rope_frequencies(64, 1e4, scaling)
@@ -876,7 +891,7 @@ def test_score_depends_on_absolute_position(mode):
 
 @pytest.mark.parametrize("width, share", [(7, 1), (10, 0.3), (66, 0.5), (65, 1)])
 def test_odd_width_rotates_one_channel_less(width, share):
-    """B22. An odd rotary width is refused with its R, by the tables and by the references."""
+    """ohdearquant/lattice#401: An odd rotary width is refused with its R, by the tables and by the references."""
     R = round(width * share)
     with pytest.raises(ValueError, match=f"rope dim must be even, got R={R}"):
         rope_frequencies(R)
@@ -886,7 +901,7 @@ def test_odd_width_rotates_one_channel_less(width, share):
 
 
 def test_zero_width():
-    """B22. No rotary channels: no frequencies to ask for, an empty table, the identity."""
+    """ohdearquant/lattice#401: No rotary channels: no frequencies to ask for, an empty table, the identity."""
     with pytest.raises(ValueError, match="rope_dim=0"):
         rope_frequencies(0)
     cos, sin = rope_table(torch.empty(0, dtype=torch.float64), 5)
@@ -897,7 +912,8 @@ def test_zero_width():
 
 
 def test_partial_share_cut_instead_of_checked():
-    """B22. 180 · 0.7 is 126 channels, though int() of it is 125; 90 · 0.7 is 63, odd, though int() gives 62."""
+    """ohdearquant/lattice#401: 180 · 0.7 is 126 channels, though int() of it is 125; 90 · 0.7 is 63, odd, though int()
+    gives 62."""
     assert int(180 * 0.7) == 125 and int(90 * 0.7) == 62
     inv_freq, _ = rope_frequencies(180, scaling=dict(rope_type="proportional", partial_rotary_factor=0.7))
     assert int((inv_freq > 0).sum()) == 63
@@ -908,7 +924,8 @@ def test_partial_share_cut_instead_of_checked():
 @pytest.mark.parametrize("mode", ROTATIONS)
 @pytest.mark.parametrize("scale", [1.0, 1.190238])
 def test_gradient_with_the_wrong_sign(mode, scale):
-    """B25. The gradient is the rotation with −sin and the same scaled tables; the inverse is that over scale²."""
+    """huggingface/candle#3612: The gradient is the rotation with −sin and the same scaled tables; the inverse is that
+    over scale²."""
     rotate = ROTATIONS[mode]
     cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor([0, 5, 1000]), scale, dtype=torch.float64)
     x, g = randn(3, 64, seed=1).requires_grad_(), randn(3, 64, seed=2)
