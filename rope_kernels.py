@@ -537,10 +537,9 @@ def rope_per_token(
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
         vec //= 2
-    spare = vec if serial else min(vec, width)
+    piece = vec if serial else min(vec, width)  # what one access moves
     if mode == "interleaved":
         vec = max(vec, 2)  # a pair stays in one thread
-    piece = vec if serial else min(vec, width)
     elements = T.serial if serial else T.vectorized
     gathered = index_dtype is not None
     parts = 1 if mode == "interleaved" and half % vec else 2
@@ -551,7 +550,7 @@ def rope_per_token(
     piece_pairs = pairs // pieces
     slots = max(1, 32 // lanes)  # heads side by side in a warp; each thread takes per_thread of them, slots apart
     groups = -(-(heads_q + heads_k) // (slots * per_thread))
-    rest = (D - R) // spare
+    rest = (D - R) // piece
 
     if slots * lanes > 1024:
         raise ValueError(f"R={R} needs {lanes} threads a head in {mode} pairs of {dtype}, over 1024")
@@ -617,9 +616,9 @@ def rope_per_token(
                 if rest and not inplace:
                     for m in T.serial(-(-rest // lanes)):
                         if m * lanes + lane < rest:
-                            channel = (m * lanes + lane) * spare
+                            channel = (m * lanes + lane) * piece
                             channel = channel + T.if_then_else(channel < start, 0, R)
-                            for j in elements(spare):
+                            for j in elements(piece):
                                 y[(*token, head, channel + j)] = x[(*token, head, channel + j)]
 
     @T.macro

@@ -274,10 +274,11 @@ def reveal(number):
 
 def read(rotate_qk, width=D):
     """Read a rotation off what it makes of unit vectors: one call, each channel at positions 0 and 1."""
-    unit = torch.eye(width, device=chapter.DEVICE).repeat(2, 1).unsqueeze(1)  # tokens, one head, channels
+    unit = torch.eye(width, device=chapter.DEVICE).repeat(2, 1)
+    unit = unit.unsqueeze(1).repeat(1, HEADS, 1)  # tokens, heads (all alike), channels
     ids = torch.arange(2, device=chapter.DEVICE).repeat_interleave(width)
     out, _ = rotate_qk(unit, unit, ids)
-    still, turned = out.squeeze(1).cpu().double().view(2, width, width)  # row c: what became of channel c
+    still, turned = out[:, 0].cpu().double().view(2, width, width)  # row c: what became of channel c
     mixed = turned - turned.diag().diag()
     channels = mixed.any(1).nonzero().flatten().tolist()
     pairs = [(c, int(mixed[c].abs().argmax())) for c in channels]
