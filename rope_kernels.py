@@ -926,15 +926,19 @@ def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
             y_b, z_b = (q_b, k_b) if inplace else (x if x is None else x[b] for x in (y, z))
             _launch_cpu(q_b, k_b, cos, sin, ids, mode, start, inverse, y_b, z_b)
         return
-    if inplace:  # a stride of 0, which C does not take, is one over a single element here, where any other serves
-        q, k = (x if x is None else x.as_strided(x.shape, [step or 1 for step in x.stride()]) for x in (q, k))
-        y, z = q, k
-    else:
-        q, k = (x if x is None or 0 not in x.stride() else x.contiguous() for x in (q, k))
-    heads_q, D = q.shape[-2:]
     heads_k = 0 if k is None else k.shape[-2]
     if k is None:
         k, z = q, y
+    # C takes strides as constants, and none of 0: those over one element mean nothing, so they all become alike
+    q, k, y, z = (
+        x.as_strided(
+            x.shape, [step if size > 1 else x.shape[-1] for size, step in zip(x.shape, x.stride(), strict=True)]
+        )
+        for x in (q, k, y, z)
+    )
+    if not inplace:
+        q, k = (x.contiguous() if 0 in x.stride() else x for x in (q, k))
+    heads_q, D = q.shape[-2:]
     ids = cos if positions is None else positions.contiguous()
     strides = tuple(x.stride()[:2] for x in (q, k, y, z)) + ((1,),)
     run = _prepared_in_c(
