@@ -83,9 +83,9 @@ def cuda_source(factory, *args, **kwargs):
 def global_accesses(source, names=("x", "cos", "sin", "y")):
     """Count the accesses to global memory in generated CUDA: {(tensor, "load" or "store"): {bytes: count}}.
 
-    Counts are of instructions in the text for 2-byte elements: a loop body counts once.
+    Counts are of instructions in the text, a loop body once; plain indexing counts as 2 bytes.
     """
-    widths = {"uint4": 16, "uint2": 8, "uint1": 4, "int": 4}
+    widths = {"uint4": 16, "float4": 16, "uint2": 8, "float2": 8, "uint1": 4, "int": 4}
     counts = {}
     for line in source.splitlines()[1:]:
         for name in names:
