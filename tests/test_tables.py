@@ -4,6 +4,7 @@ against the models' own code. No expected value comes from the product."""
 
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 import random
@@ -976,7 +977,7 @@ def gemma4(x, cos, sin):
     return modeling_gemma4.apply_rotary_pos_emb(x, doubled(cos), doubled(sin))
 
 
-def through_attention(attention, x, tables, monkeypatch, **arguments):
+def through_attention(attention, x, monkeypatch, **arguments):
     """Run a whole attention layer whose query projection yields x, and return the query that reaches the scores."""
     seen, matmul = [], torch.matmul
 
@@ -988,26 +989,33 @@ def through_attention(attention, x, tables, monkeypatch, **arguments):
     batch, heads, length, width = x.shape
     rows = x.transpose(1, 2).reshape(batch, length, heads * width)
     attention.q_proj.forward = lambda hidden: rows
-    attention(torch.zeros(batch, length, attention.config.hidden_size), position_embeddings=tables, **arguments)
+    attention(torch.zeros(batch, length, attention.config.hidden_size), **arguments)
     return seen[0]
 
 
 def phi(x, cos, sin, monkeypatch):
     config = PhiConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
     attention = modeling_phi.PhiAttention(config, layer_idx=0)
-    return through_attention(attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
+    return through_attention(
+        attention, x, monkeypatch, position_embeddings=(doubled(cos), doubled(sin)), attention_mask=None
+    )
 
 
 def stablelm(x, cos, sin, monkeypatch):
     config = StableLmConfig(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
     attention = modeling_stablelm.StableLmAttention(config, layer_idx=0)
-    return through_attention(attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
+    return through_attention(
+        attention, x, monkeypatch, position_embeddings=(doubled(cos), doubled(sin)), attention_mask=None
+    )
 
 
 def gptj(x, cos, sin, monkeypatch):
     config = GPTJConfig(n_embd=512, n_head=2, rotary_dim=64, attn_implementation="eager")
     attention = modeling_gptj.GPTJAttention(config, layer_idx=0)
-    return through_attention(attention, x, (sin[None], cos[None]), monkeypatch)
+    if "position_embeddings" in inspect.signature(attention.forward).parameters:
+        return through_attention(attention, x, monkeypatch, position_embeddings=(sin[None], cos[None]))
+    attention.embed_positions = torch.cat((sin, cos), -1)  # older releases gather the rows themselves
+    return through_attention(attention, x, monkeypatch, position_ids=torch.arange(len(sin))[None])
 
 
 MODELS = {  # head width, R, the call that reproduces the model, the model's own code
@@ -1050,7 +1058,9 @@ def test_partial_rotation_of_deepseek_v3(monkeypatch):
     attention = modeling_deepseek_v3.DeepseekV3Attention(config, layer_idx=0)
     cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor([1, 2, 7, 300, 4097]))
     x = randn(2, 2, 5, 192, dtype=torch.float32)
-    theirs = through_attention(attention, x, (doubled(cos), doubled(sin)), monkeypatch, attention_mask=None)
+    theirs = through_attention(
+        attention, x, monkeypatch, position_embeddings=(doubled(cos), doubled(sin)), attention_mask=None
+    )
     order = torch.cat((torch.arange(128), torch.arange(128, 192, 2), torch.arange(129, 192, 2)))
     assert torch.equal(torch_partial_rope(x, cos, sin, "interleaved")[..., order], theirs)
 
