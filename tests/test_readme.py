@@ -1,5 +1,6 @@
 """The README's snippets run, and its results are those of the recorded file."""
 
+import base64
 import json
 import re
 
@@ -52,3 +53,14 @@ def test_the_results_are_the_recorded_ones():
     assert "\n".join(rows) in TEXT
     provenance = RECORDED["provenance"]
     assert f"{provenance['gpu']}, {provenance['date']}" in TEXT
+
+
+def test_the_figure_is_the_one_that_notebook_09_draws():
+    notebook = json.loads((ROOT / "notebooks" / "09_to_the_roofline.ipynb").read_text())
+    drawn = [
+        base64.b64decode(output["data"]["image/png"])
+        for cell in notebook["cells"]
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert (ROOT / "notebooks" / "measurements" / "roofline.png").read_bytes() in drawn
