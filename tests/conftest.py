@@ -27,6 +27,15 @@ def seed():
     torch.manual_seed(20)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For small tensors: on a busy machine, threads that wait for one another would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def build(factory, backend, *args, **kwargs):
     """Build for a named backend; outputs are arguments of the kernel, so that a test can poison and guard them."""
     options = rope_kernels.C_BACKEND if backend == "c" else {"target": "cuda"}

@@ -2,17 +2,18 @@
 
 import inspect
 import math
-import pathlib
-import re
 
 import in_a_model as lab
-import nbformat
 import pytest
 import torch
+from books import worked_answers
+from conftest import ROOT
 
 import rope_kernels as rk
 
-NOTEBOOK = pathlib.Path(__file__).parent.parent / "notebooks" / "10_in_a_model.ipynb"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NOTEBOOK = ROOT / "notebooks" / "10_in_a_model.ipynb"
 DEVICE = lab.chapter.DEVICE
 OTHER = {"neox": "interleaved", "interleaved": "neox"}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -44,15 +45,6 @@ CONFIGS = {  # family, what is changed in its small config
     "deepseek_v3, yarn": ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0))),
 }  # fmt: skip
 every_config = pytest.mark.parametrize(("family", "changes"), CONFIGS.values(), ids=CONFIGS.keys())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The models are small: on a busy machine, threads that wait for one another would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -418,20 +410,12 @@ def test_each_change_from_outside_undoes_its_fault_only(trained):
 # --------------------------------------------------------------------------------------------------- the exercises
 
 
-def folded_answers():
-    """Return the ```py blocks of the notebook's worked answers, in the order of its exercises."""
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    folded = re.findall(r"<details><summary>Worked answer</summary>\n(.*?)</details>", text, flags=re.S)
-    return [re.search(r"^```py\n(.*?)^```$", block, flags=re.S | re.M).group(1) for block in folded]
-
-
 CHECKS = (lab.check_exercise_1, lab.check_exercise_2, lab.check_exercise_3)
 ANSWERS = ("order", "base_of", "convert")  # the names that the exercises ask for
 
 
 def test_worked_answers_are_accepted(capsys):
-    blocks = folded_answers()
+    blocks = worked_answers(NOTEBOOK)
     assert len(blocks) == len(CHECKS)
     for block, check, name in zip(blocks, CHECKS, ANSWERS, strict=True):
         namespace = {"torch": torch, "lab": lab, "rk": rk}

@@ -5,19 +5,10 @@ import re
 
 import nbformat
 import pytest
+from books import NOTEBOOKS, cells, execute, prose, worked_answers
 from conftest import ROOT
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-def cells(path, kind):
-    notebook = nbformat.read(path, as_version=4)
-    return [cell for cell in notebook.cells if cell.cell_type == kind]
-
-
-def prose(path):
-    return "\n\n".join(cell.source for cell in cells(path, "markdown"))
 
 
 def outside_fences(text):
@@ -98,17 +89,6 @@ def test_images_have_alt_text(path):
         assert alt
 
 
-def answers():
-    """Yield each worked answer: a ```py block folded under a summary that says so."""
-    for path in NOTEBOOKS:
-        folded = re.findall(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", prose(path), re.S)
-        blocks = [
-            "\n".join(re.findall(r"^```py\n(.*?)^```", body, re.M | re.S)) for name, body in folded if "nswer" in name
-        ]
-        for number, block in enumerate(filter(None, blocks), 1):
-            yield pytest.param(path, block, id=f"{path.stem}-answer-{number}")
-
-
 @every_notebook
 def test_every_notebook_has_an_exercise_with_hints_and_an_answer(path):
     summaries = re.findall(r"<summary>(.*?)</summary>", prose(path))
@@ -116,12 +96,17 @@ def test_every_notebook_has_an_exercise_with_hints_and_an_answer(path):
     assert any("nswer" in summary for summary in summaries)
 
 
-@pytest.mark.parametrize(("path", "block"), list(answers()))
+ANSWERS = [
+    pytest.param(path, block, id=f"{path.stem}-answer-{number}")
+    for path in NOTEBOOKS
+    for number, block in enumerate(worked_answers(path), 1)
+]
+
+
+@pytest.mark.parametrize(("path", "block"), ANSWERS)
 def test_worked_answers_run(path, block, monkeypatch):
     monkeypatch.chdir(path.parent)
-    namespace = {"display": lambda *shown, **options: None}
-    exec(cells(path, "code")[0].source, namespace)
-    exec(block, namespace)
+    execute(path, block)
 
 
 def test_the_readme_names_every_notebook_and_its_links_resolve():

@@ -5,6 +5,7 @@ import json
 import re
 
 import torch
+from books import cells
 from conftest import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
@@ -56,11 +57,10 @@ def test_the_results_are_the_recorded_ones():
 
 
 def test_the_figure_is_the_one_that_notebook_09_draws():
-    notebook = json.loads((ROOT / "notebooks" / "09_to_the_roofline.ipynb").read_text())
     drawn = [
         base64.b64decode(output["data"]["image/png"])
-        for cell in notebook["cells"]
-        for output in cell.get("outputs", [])
+        for cell in cells(ROOT / "notebooks" / "09_to_the_roofline.ipynb", "code")
+        for output in cell.outputs
         if "image/png" in output.get("data", {})
     ]
     assert (ROOT / "notebooks" / "measurements" / "roofline.png").read_bytes() in drawn

@@ -1,46 +1,20 @@
 """Notebook 02's check(): it accepts what is right, rejects what is wrong, and never raises."""
 
-import pathlib
 import re
 
-import nbformat
 import pytest
 import self_checks as sc
 import torch
+from books import cells, execute, worked_answers
+from conftest import ROOT
 
 import rope_kernels as rk
 
-NOTEBOOK = pathlib.Path(__file__).parent.parent / "notebooks" / "02_self_checks.ipynb"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NOTEBOOK = ROOT / "notebooks" / "02_self_checks.ipynb"
 REFERENCES = {"neox": rk.torch_rope_neox, "interleaved": rk.torch_rope_interleaved}
 OTHER = {"neox": "interleaved", "interleaved": "neox"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The inputs are small: on a busy machine, threads that wait for one another would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def cells(kind):
-    return [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == kind]
-
-
-def worked_answers():
-    """Return the ```py blocks of the notebook's worked answers, in the order of its exercises."""
-    text = "\n".join(cell.source for cell in cells("markdown"))
-    folded = re.findall(r"<details><summary>Worked answer</summary>\n(.*?)</details>", text, flags=re.S)
-    return [re.search(r"^```py\n(.*?)^```$", block, flags=re.S | re.M).group(1) for block in folded]
-
-
-def execute(answer):
-    """Execute a worked answer after the notebook's imports, and return what it defines."""
-    names = {}
-    exec(cells("code")[0].source, names)
-    exec(answer, names)
-    return names
 
 
 # ------------------------------------------------------------------------------------------------- what is right
@@ -293,8 +267,8 @@ def test_the_state_of_torch_is_restored():
 
 
 def test_the_stubs_of_exercise_1_are_rejected():
-    stubs = next(cell.source for cell in cells("code") if "def my_rope_neox" in cell.source)
-    names = execute(stubs)
+    stubs = next(cell.source for cell in cells(NOTEBOOK, "code") if "def my_rope_neox" in cell.source)
+    names = execute(NOTEBOOK, stubs)
     for name, convention in (("my_rope_neox", "neox"), ("my_rope_interleaved", "interleaved")):
         with pytest.raises(NotImplementedError):
             names[name](None, None, None)
@@ -302,22 +276,24 @@ def test_the_stubs_of_exercise_1_are_rejected():
 
 
 def test_worked_answer_1_passes_under_its_own_convention_only():
-    names = execute(worked_answers()[0])
+    names = execute(NOTEBOOK, worked_answers(NOTEBOOK)[0])
     for name, convention in (("my_rope_neox", "neox"), ("my_rope_interleaved", "interleaved")):
         assert sc.check(names[name], convention)
         assert not sc.check(names[name], OTHER[convention])
 
 
 def test_every_worked_answer_runs():
-    answers = worked_answers()
+    answers = worked_answers(NOTEBOOK)
     assert len(answers) == 3
     for answer in answers[1:]:
         assert "\nassert " in answer
-        execute(answer)
+        execute(NOTEBOOK, answer)
 
 
 def test_the_printed_grid_is_what_the_checks_say():
-    printed = [output.text for cell in cells("code") for output in cell.outputs if output.output_type == "stream"]
+    printed = [
+        output.text for cell in cells(NOTEBOOK, "code") for output in cell.outputs if output.output_type == "stream"
+    ]
     (text,) = [text for text in printed if "quarter turn  " in text and "CAUGHT" in text]
     header, *lines = (re.split(r"\s{2,}", line.strip()) for line in text.splitlines())
     found = {name: dict(zip(header, verdicts, strict=True)) for name, *verdicts in lines}
