@@ -532,7 +532,7 @@ def rope_per_token(
     half = R // 2
     # A block is a warp. A thread takes `vectors` of vec channels: with many tokens four, so that four 16-byte loads are
     # under way at once; with few two, which are sooner done. Two of them lie in one head, half a head apart: in neox
-    # they are partners, interleaved pairs lie within each.
+    # they are partners, interleaved pairs lie within each (with one a head, nvcc split its 16-byte stores into four).
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
@@ -857,7 +857,14 @@ def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
 def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
     """Run kernel ④ from q and k into y and z; where y is q, in place."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    (_launch_cuda if q.is_cuda else _launch_cpu)(q, k, cos, sin, positions, mode, start, inverse, y, z)
+    if q.is_cuda:
+        _launch_cuda(q, k, cos, sin, positions, mode, start, inverse, y, z)
+        return
+    if positions is not None and positions.numel():
+        low, high = (int(bound) for bound in positions.aminmax())
+        if low < 0 or high >= cos.shape[0]:
+            raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
+    _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z)
 
 
 def _launch_cuda(q, k, cos, sin, positions, mode, start, inverse, y, z):
@@ -908,10 +915,6 @@ def _prepared(
 
 def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
     inplace = y is q
-    if positions is not None and positions.numel():
-        low, high = (int(bound) for bound in positions.aminmax())
-        if low < 0 or high >= cos.shape[0]:
-            raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
     if q.dtype == torch.bfloat16:  # the C backend has no such type: float32 kernel, then the one rounding
         wide = [x if x is None else x.float() for x in (q, k, cos, sin)]
         _launch_cpu(*wide, positions, mode, start, inverse, *wide[:2])
