@@ -272,24 +272,26 @@ def graph_times(launch, buffer_sets, replays=24):
     return times[3:]
 
 
+def summary(implementation, times, digits=3):
+    """Return what every record says of its times, in µs."""
+    deciles = statistics.quantiles(times, n=10)
+    values = {"median_us": statistics.median(times), "p10_us": deciles[0], "p90_us": deciles[-1]}
+    return {"implementation": implementation, **{key: round(value, digits) for key, value in values.items()}}
+
+
 def record(implementation, shape, dtype, times, ledger_bytes, copy=None):
     """Make one record and print it as a line of progress."""
-    deciles = statistics.quantiles(times, n=10)
     median = statistics.median(times)
     rate = ledger_bytes / median / 1000
-    made = {
-        "implementation": implementation,
+    print(f"{implementation:36} {shape!s:14} {dtype:9} {median:9.2f} µs  {rate:7.0f} GB/s", flush=True)
+    return {
+        **summary(implementation, times),
         "shape": list(shape),
         "dtype": dtype,
-        "median_us": round(median, 3),
-        "p10_us": round(deciles[0], 3),
-        "p90_us": round(deciles[-1], 3),
         "ledger_bytes": ledger_bytes,
         "gb_s": round(rate, 1),
         "fraction_of_copy": round(rate / copy["gb_s"], 4) if copy else 1.0,
     }
-    print(f"{implementation:36} {shape!s:14} {dtype:9} {median:9.2f} µs  {rate:7.0f} GB/s", flush=True)
-    return made
 
 
 def measure_ladder(shape, dtype):
@@ -487,14 +489,7 @@ def measure_host(case):
     for name, call in calls.items():
         with torch.no_grad():
             times = host_times(call)
-        deciles = statistics.quantiles(times, n=10)
-        made = {
-            "implementation": name,
-            "median_us": statistics.median(times),
-            "p10_us": deciles[0],
-            "p90_us": deciles[-1],
-        }
-        records.append({key: round(value, 2) if key != "implementation" else value for key, value in made.items()})
+        records.append(summary(name, times, digits=2))
         print(f"{name:36} host {records[-1]['median_us']:8.1f} µs a call", flush=True)
     return records
 
@@ -506,9 +501,8 @@ def measure_cpu():
     cos, sin = rk.rope_table(rk.rope_frequencies(D)[0], TABLE_ROWS)
     y = torch.empty_like(x)
     strides = (x.stride()[:2],) * 4 + ((1,),)
-    with tilelang.tvm.target.Target("c"):
-        tir = rk.rope_per_token.func(heads, 0, D, D, dtype="float32", strides=strides)
-        kernel = tilelang.compile(tir, **rk.C_BACKEND)
+    description = (heads, 0, D, D, 0, "neox", "float32", "float32", "int64", False, False)
+    kernel = rk._prepared_in_c(*description, strides)
     calls = {
         "rope_per_token, C backend": lambda: kernel(x, x, cos, sin, ids, y, y),
         "torch reference": lambda: rk.torch_rope_neox(x, cos[ids][:, None], sin[ids][:, None]),
@@ -523,9 +517,7 @@ def measure_cpu():
             start = time.perf_counter()
             call()
             times.append(1e6 * (time.perf_counter() - start))
-        records.append(
-            {"shape": [tokens, heads, D], **record(name, (tokens, heads, D), "float32", times[2:], 8 * x.numel())}
-        )
+        records.append(record(name, (tokens, heads, D), "float32", times[2:], 8 * x.numel()))
         del records[-1]["fraction_of_copy"]
     torch.set_num_threads(threads)
     return records
@@ -568,6 +560,7 @@ def launch_once(implementation):
         q, k, _ = COUNTED_OP.tensors()
         rk.apply_rope(q, k, *tables(COUNTED_OP), mode=COUNTED_MODES[implementation])
         torch.cuda.synchronize()
+        return
     for name, build, _, columns in ladder(LARGE, "float16"):
         if name == implementation:
             build()(*inputs(LARGE, "float16", columns))

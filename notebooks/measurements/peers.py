@@ -40,24 +40,14 @@ def compiled(pairing, cos, sin, dtype):
     return torch.compile(transformers(pairing, cos, sin, dtype), dynamic=False)
 
 
-def liger(pairing, cos, sin, dtype):
+def liger(pairing, cos, sin, dtype, function="rope_forward"):
     """Liger-Kernel's Triton kernel; it writes into q and k where their memory allows."""
-    from liger_kernel.ops.rope import rope_forward
+    from liger_kernel.ops import rope
 
     if pairing != "neox":
         raise ImportError("Liger-Kernel has half-split pairs only")
     full_cos, full_sin = (_full(table, pairing).to(dtype)[None] for table in (cos, sin))
-    return lambda q, k: rope_forward(_batch_first(q), _batch_first(k), full_cos, full_sin)[:2]
-
-
-def liger_backward(pairing, cos, sin, dtype):
-    """Liger-Kernel's backward kernel."""
-    from liger_kernel.ops.rope import rope_backward
-
-    if pairing != "neox":
-        raise ImportError("Liger-Kernel has half-split pairs only")
-    full_cos, full_sin = (_full(table, pairing).to(dtype)[None] for table in (cos, sin))
-    return lambda q, k: rope_backward(_batch_first(q), _batch_first(k), full_cos, full_sin)
+    return lambda q, k: getattr(rope, function)(_batch_first(q), _batch_first(k), full_cos, full_sin)[:2]
 
 
 def tileops(pairing, cos, sin, dtype):
@@ -111,4 +101,4 @@ FORWARD = {
     "FlashInfer": flashinfer,
     "vLLM": vllm,
 }
-BACKWARD = {"Liger-Kernel": liger_backward}
+BACKWARD = {"Liger-Kernel": functools.partial(liger, function="rope_backward")}
