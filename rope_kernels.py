@@ -464,7 +464,8 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     return rope
 
 
-@tilelang.jit
+# without TileLang's own bounds checks: what is read lies inside by construction, ids are compared once
+@tilelang.jit(pass_configs={"tl.disable_safe_memory_legalize": True})
 def rope_per_token(
     heads_q,
     heads_k,
@@ -479,7 +480,7 @@ def rope_per_token(
     inplace=False,
     batched=False,
     width=1,
-    vectors=4,
+    per_thread=2,
     strides=None,
 ):
     """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
@@ -494,6 +495,7 @@ def rope_per_token(
     tables; tokens, batch and P may change from call to call. Ids outside 0 … P−1 give NaN.
     Strides: channels side by side; on CUDA free otherwise, with addresses and strides multiples of `width` elements,
     the widest access taken; on the C backend they are constants, strides=(q's, k's, y's, z's, positions').
+    per_thread: heads a thread takes, for speed alone: 2 with many tokens, 1 with few.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
     Errors: ValueError naming the argument that is out of range, TypeError for non-integers.
     Source: this repository; notebook 09 counts the bytes that it saves.
@@ -519,7 +521,7 @@ def rope_per_token(
         ("table_dtype", table_dtype, ("float32", dtype)),
         ("index_dtype", index_dtype, ("int32", "int64", None)),
         ("width", width, (1, 2, 4, 8)),
-        ("vectors", vectors, (2, 4)),
+        ("per_thread", per_thread, (1, 2)),
     ):
         if value not in allowed:
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
@@ -530,9 +532,9 @@ def rope_per_token(
     if serial and (batched or strides is None):
         raise ValueError("the C backend takes strides as constants, and no batch axis")
     half = R // 2
-    # A block is a warp. A thread takes `vectors` of vec channels: with many tokens four, so that four 16-byte loads are
-    # under way at once; with few two, which are sooner done. Two of them lie in one head, half a head apart: in neox
-    # they are partners, interleaved pairs lie within each (with one a head, nvcc split its 16-byte stores into four).
+    # A thread takes two 16-byte vectors of a head, half a head apart: in neox they are partners, interleaved pairs lie
+    # within each. With many tokens it takes two heads, so that more is under way while the id and then its table row
+    # arrive; with few tokens one, which is sooner done. 64 threads, or 32, are the smallest blocks that fill an SM.
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
@@ -545,15 +547,38 @@ def rope_per_token(
     parts = 1 if mode == "interleaved" and half % vec else 2
     lanes = R // (parts * vec)
     pairs = parts * vec // 2
-    per_thread = vectors // parts
     pieces = 1 if mode == "neox" else parts  # of a table row that a thread needs
     piece_pairs = pairs // pieces
-    slots = max(1, 32 // lanes)  # heads side by side in a warp; each thread takes per_thread of them, slots apart
+    slots = max(1, 64 // per_thread // lanes)  # heads side by side in a block
     groups = -(-(heads_q + heads_k) // (slots * per_thread))
     rest = (D - R) // piece
+    size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
 
     if slots * lanes > 1024:
         raise ValueError(f"R={R} needs {lanes} threads a head in {mode} pairs of {dtype}, over 1024")
+
+    # Loads of 16 bytes in PTX, for two things that TileLang has no word for. x is read with the hint that L2 keep it,
+    # which is faster with many tokens and costs the kernels around this one nothing (notebook 09 has the runs). And
+    # nvcc leaves the table's loads in their branch, behind all loads of x; plain ones it predicates and puts before the
+    # last of x, which then waits for the id as well. No thread reads what another has written, or it itself.
+    space = "global" if inplace else "global.nc"
+    prelude = f"""
+static __device__ __forceinline__ void load_16(void* to, const void* from, bool keep) {{
+  uint4 v;
+#if __CUDA_ARCH__ >= 800
+  unsigned long long policy;
+  if (keep)
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  asm("ld.{space}.L2::cache_hint.v4.u32 {{%0, %1, %2, %3}}, [%4], %5;"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
+#else
+  v = *(const uint4*)from;
+#endif
+  *(uint4*)to = v;
+}}
+"""
 
     S, P = T.dynamic("S"), T.dynamic("P")
     B = T.dynamic("B") if batched else 1
@@ -569,24 +594,38 @@ def rope_per_token(
     )
 
     @T.macro
-    def rotate(x, y, cos, sin, positions, token, first, count, lane, x_vec, y_vec, cos_vec, sin_vec):
+    def load(vector, at, source, index, count, bytes_each, keep):
+        if not serial and count * bytes_each % 16 == 0:
+            for i in T.unroll(count * bytes_each // 16):
+                j = i * (16 // bytes_each)
+                T.call_extern(
+                    "handle",
+                    "load_16",
+                    T.address_of(vector[at + j]),
+                    T.address_of(source[(*index[:-1], index[-1] + j)]),
+                    keep,
+                )
+        else:
+            for j in elements(count):
+                vector[at + j] = source[(*index[:-1], index[-1] + j)]
+
+    @T.macro
+    def rotate(x, y, cos, sin, positions, token, first, count, lane, x_vec, cos_vec, sin_vec):
         for n in T.unroll(per_thread):
             head = first + n * slots
             if (head >= 0) & (head < count):
                 for part in T.unroll(parts):
                     for i in T.unroll(vec // piece):
-                        for j in elements(piece):
-                            x_vec[n, part, i * piece + j] = x[
-                                (*token, head, start + part * half + lane * vec + i * piece + j)
-                            ]
+                        channel = start + part * half + lane * vec + i * piece
+                        load(x_vec, (n * parts + part) * vec + i * piece, x, (*token, head, channel), piece, size, True)
         row = positions[token] if gathered else token[-1]  # after the loads of x, so that the two latencies overlap
         if (row >= 0) & (row < cos.shape[0]):
             for part in T.unroll(pieces):
-                for j in elements(piece_pairs):
-                    cos_vec[part * piece_pairs + j] = cos[row, part * (half // 2) + lane * piece_pairs + j]
+                column = part * (half // 2) + lane * piece_pairs
+                load(cos_vec, part * piece_pairs, cos, (row, column), piece_pairs, table_size, False)
             for part in T.unroll(pieces):
-                for j in elements(piece_pairs):
-                    sin_vec[part * piece_pairs + j] = sin[row, part * (half // 2) + lane * piece_pairs + j]
+                column = part * (half // 2) + lane * piece_pairs
+                load(sin_vec, part * piece_pairs, sin, (row, column), piece_pairs, table_size, False)
         else:
             for j in T.unroll(pairs):
                 cos_vec[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)  # NaN
@@ -597,22 +636,17 @@ def rope_per_token(
                 for j in T.unroll(pairs):
                     c = T.cast(cos_vec[j], "float32")
                     s = T.cast(sin_vec[j], "float32") * (-1.0 if inverse else 1.0)
-                    if mode == "neox":
-                        a = T.cast(x_vec[n, 0, j], "float32")
-                        b = T.cast(x_vec[n, 1, j], "float32")
-                        y_vec[n, 0, j] = T.cast(a * c - b * s, dtype)
-                        y_vec[n, 1, j] = T.cast(b * c + a * s, dtype)
-                    else:
-                        a = T.cast(x_vec[n, j // piece_pairs, 2 * (j % piece_pairs)], "float32")
-                        b = T.cast(x_vec[n, j // piece_pairs, 2 * (j % piece_pairs) + 1], "float32")
-                        y_vec[n, j // piece_pairs, 2 * (j % piece_pairs)] = T.cast(a * c - b * s, dtype)
-                        y_vec[n, j // piece_pairs, 2 * (j % piece_pairs) + 1] = T.cast(a * s + b * c, dtype)
+                    one = n * parts * vec + (j if mode == "neox" else 2 * j)
+                    other = one + (vec if mode == "neox" else 1)
+                    a = T.cast(x_vec[one], "float32")
+                    b = T.cast(x_vec[other], "float32")
+                    x_vec[one] = T.cast(a * c - b * s, dtype)
+                    x_vec[other] = T.cast(b * c + a * s, dtype)
                 for part in T.unroll(parts):
                     for i in T.unroll(vec // piece):
                         for j in elements(piece):
-                            y[(*token, head, start + part * half + lane * vec + i * piece + j)] = y_vec[
-                                n, part, i * piece + j
-                            ]
+                            channel = start + part * half + lane * vec + i * piece + j
+                            y[(*token, head, channel)] = x_vec[(n * parts + part) * vec + i * piece + j]
                 if rest and not inplace:
                     for m in T.serial(-(-rest // lanes)):
                         if m * lanes + lane < rest:
@@ -622,46 +656,33 @@ def rope_per_token(
                                 y[(*token, head, channel + j)] = x[(*token, head, channel + j)]
 
     @T.macro
-    def heads(q, k, y, z, cos, sin, positions, token, group, item, x_vec, y_vec, cos_vec, sin_vec):
+    def heads(q, k, y, z, cos, sin, positions, token, group, item, x_vec, cos_vec, sin_vec):
         first = group * slots * per_thread + item // lanes
+        lane = item % lanes
         if first < heads_q:
-            rotate(q, y, cos, sin, positions, token, first, heads_q, item % lanes, x_vec, y_vec, cos_vec, sin_vec)
+            rotate(q, y, cos, sin, positions, token, first, heads_q, lane, x_vec, cos_vec, sin_vec)
         if heads_k:  # noqa: SIM102 - the first is settled when the kernel is built
             if first + (per_thread - 1) * slots >= heads_q:
-                rotate(
-                    k,
-                    z,
-                    cos,
-                    sin,
-                    positions,
-                    token,
-                    first - heads_q,
-                    heads_k,
-                    item % lanes,
-                    x_vec,
-                    y_vec,
-                    cos_vec,
-                    sin_vec,
-                )
+                rotate(k, z, cos, sin, positions, token, first - heads_q, heads_k, lane, x_vec, cos_vec, sin_vec)
 
     @T.macro
     def launch(q, k, y, z, cos, sin, positions):
-        with T.Kernel(S * groups, B, threads=slots * lanes) as (block, b):
-            x_vec = T.alloc_local((per_thread, parts, vec), dtype)
-            y_vec = T.alloc_local((per_thread, parts, vec), dtype)
+        with T.Kernel(S * groups, B, threads=slots * lanes, prelude=None if serial else prelude) as (block, b):
+            x_vec = T.alloc_local((per_thread * parts * vec,), dtype)
             cos_vec = T.alloc_local((pairs,), table_dtype)
             sin_vec = T.alloc_local((pairs,), table_dtype)
             if width > 1 and not serial:
                 for tensor_strides in strides[: 2 if inplace else 4]:
                     for stride in tensor_strides:
                         T.assume(stride % width == 0)
-            token = (b, block // groups) if batched else (block // groups,)
+            at = T.alloc_var("int32", init=block // groups)  # divided once, in 32 bits: offsets are 64 bits wide
+            token = (b, at) if batched else (at,)
             if serial:
                 for item in T.serial(slots * lanes):
-                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, y_vec, cos_vec, sin_vec)
+                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
             else:
                 item = T.get_thread_binding()
-                heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, y_vec, cos_vec, sin_vec)
+                heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
 
     if inplace:
 
@@ -747,26 +768,29 @@ def _op_start(q, k, cos, sin, positions, mode, start):
         raise TypeError(f"q takes float16, bfloat16 or float32, got {dtype}")
     if len(shape) not in (3, 4):
         raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(shape)}")
-    lead, width = shape[:-2], shape[-1]
+    seq, width = shape[-3], shape[-1]
     if k is not None:
         if k.dtype != dtype:
             raise TypeError(f"k takes q's dtype {dtype}, got {k.dtype}")
         other = k.shape
-        if len(other) != len(shape) or other[:-2] != lead or other[-1] != width:
+        if len(other) != len(shape) or other[0] != shape[0] or other[-3] != seq or other[-1] != width:
             raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(other)}")
         if k.device != device:
             raise ValueError(f"k takes q's device {device}, got {k.device}")
+    table_dtype = cos.dtype
+    if table_dtype != torch.float32 and table_dtype != dtype:
+        raise TypeError(f"cos takes float32 or q's dtype {dtype}, got {table_dtype}")
+    if sin.dtype != table_dtype:
+        raise TypeError(f"sin takes cos's dtype {table_dtype}, got {sin.dtype}")
+    if len(table_shape) != 2:
+        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(table_shape)}")
+    if sin.shape != table_shape:
+        raise ValueError(f"sin takes cos's shape {tuple(table_shape)}, got {tuple(sin.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype != torch.float32 and table.dtype != dtype:
-            raise TypeError(f"{name} takes float32 or q's dtype {dtype}, got {table.dtype}")
-        if table.shape != table_shape or len(table_shape) != 2:
-            raise ValueError(f"{name} takes (P, R/2), one column a pair and like cos, got {tuple(table.shape)}")
         if table.device != device:
             raise ValueError(f"{name} takes q's device {device}, got {table.device}")
         if table.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
-    if sin.dtype != cos.dtype:
-        raise TypeError(f"sin takes cos's dtype {cos.dtype}, got {sin.dtype}")
     rows, columns = table_shape
     spare = width - 2 * columns
     if spare < 0:
@@ -780,13 +804,14 @@ def _op_start(q, k, cos, sin, positions, mode, start):
     if not 0 <= start <= spare:
         raise ValueError(f"start takes 0 … {spare} for R={2 * columns} of D={width}, got start={start}")
     if positions is None:
-        if lead[-1] > rows:
-            raise IndexError(f"positions 0 … {lead[-1] - 1} do not fit a table of {rows} rows")
+        if seq > rows:
+            raise IndexError(f"positions 0 … {seq - 1} do not fit a table of {rows} rows")
     else:
-        if positions.dtype != torch.int64 and positions.dtype != torch.int32:
+        if positions.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"positions takes int32 or int64, got {positions.dtype}")
-        if positions.shape != lead and positions.shape != lead[-1:]:
-            raise ValueError(f"positions takes the shape {tuple(lead)} or ({lead[-1]},), got {tuple(positions.shape)}")
+        ids = positions.shape
+        if ids != (seq,) and ids != shape[:-2]:
+            raise ValueError(f"positions takes the shape {tuple(shape[:-2])} or ({seq},), got {tuple(ids)}")
         if positions.device != device:
             raise ValueError(f"positions takes q's device {device}, got {positions.device}")
     return start
@@ -804,7 +829,7 @@ def _rotate_what_there_is(q, k, cos, sin, positions, mode, start, inverse, inpla
 
 def _rows(x):
     """Return x with neighbouring channels side by side, which is all the kernel asks of a layout."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def _rotate(q, k, cos, sin, positions, mode, start, inverse):
@@ -820,38 +845,47 @@ def _rotate(q, k, cos, sin, positions, mode, start, inverse):
     return y, z
 
 
-def _span(x, axes):
-    """Return how many elements lie from the first to the last one that the last `axes` axes reach."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape[-axes:], x.stride()[-axes:], strict=True))
+@functools.lru_cache(maxsize=4096)
+def _overlaps(shape, strides):
+    """Tell whether a tensor of this layout may reach an element twice."""
+    reach = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
-def _disjoint(q, k):
-    """Tell whether q and k share no element: they lie apart, or interleave by token or by head."""
-    a, b = sorted((q, k), key=lambda x: x.data_ptr())
-    apart = (b.data_ptr() - a.data_ptr()) // q.element_size()
-    for axes in range(1, q.dim() + 1):
-        steps = a.stride()[:-axes]
-        if steps == b.stride()[:-axes] and _span(a, axes) <= apart <= min(steps, default=math.inf) - _span(b, axes):
+@functools.lru_cache(maxsize=4096)
+def _disjoint(a_shape, a_strides, b_shape, b_strides, apart):
+    """Tell whether b, which begins `apart` elements after a, shares none: it lies behind, or they interleave."""
+    for axes in range(1, len(a_shape) + 1):  # by token or by head: as steps of what the last `axes` axes span
+        spans = [
+            1 + sum((size - 1) * stride for size, stride in zip(shape[-axes:], strides[-axes:], strict=True))
+            for shape, strides in ((a_shape, a_strides), (b_shape, b_strides))
+        ]
+        steps = a_strides[:-axes]
+        if steps == b_strides[:-axes] and spans[0] <= apart <= min(steps, default=math.inf) - spans[1]:
             return True
     return False
 
 
 def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
     """In place, where no element is reached twice."""
-    for name, x in (("q", q), ("k", k)):
-        if x is None:
-            continue
-        if x.stride(-1) != 1:
-            raise ValueError(f"inplace=True takes {name} with channels side by side, got strides {x.stride()}")
-        reach = 1
-        for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-            if size > 1 and stride < reach:
-                raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {x.stride()}")
-            reach += (size - 1) * stride
-    if k is not None and not _disjoint(q, k):
-        raise ValueError("inplace=True takes q and k that share no element")
+    tensors = [q] if k is None else [q, k]
+    for name, x in zip("qk", tensors, strict=False):
+        strides = x.stride()
+        if strides[-1] != 1:
+            raise ValueError(f"inplace=True takes {name} with channels side by side, got strides {strides}")
+        if _overlaps(x.shape, strides):
+            raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {strides}")
+    if k is not None:
+        apart = (k.data_ptr() - q.data_ptr()) // q.element_size()
+        a, b = (q, k) if apart >= 0 else (k, q)
+        if not _disjoint(a.shape, a.stride(), b.shape, b.stride(), abs(apart)):
+            raise ValueError("inplace=True takes q and k that share no element")
     _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
-    torch.autograd.graph.increment_version([x for x in (q, k) if x is not None])  # so that autograd sees the write
+    torch.autograd.graph.increment_version(tensors)  # so that autograd sees the write
 
 
 def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
@@ -906,9 +940,9 @@ def _prepared(
         bits |= dtype.itemsize * count
     width = max(1, (bits & -bits) // dtype.itemsize)
     names = [None if kind is None else _NAMES[kind] for kind in (dtype, table_dtype, id_dtype)]
-    vectors = 2 if math.prod(shape[:-2]) <= 64 else 4
+    per_thread = 1 if math.prod(shape[:-2]) <= 512 else 2
     kernel = rope_per_token(
-        heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, vectors
+        heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, per_thread
     )
     return kernel.adapter._get_executable()
 

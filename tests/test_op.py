@@ -83,7 +83,7 @@ def between_guards(x, pad, more=0):
 
 
 def check_kernel(backend, heads_q, heads_k, D, R, start=0, mode="neox", dtype="float16", table_dtype="float32",
-                 ids="int64", inverse=False, inplace=False, pad=1):  # fmt: skip
+                 ids="int64", inverse=False, inplace=False, pad=1, per_thread=2):  # fmt: skip
     """Build once and run for several numbers of tokens, table lengths and, on CUDA, strides."""
     device = "cpu" if backend == "c" else "cuda"
     x_dtype, t_dtype = getattr(torch, dtype), getattr(torch, table_dtype)
@@ -92,6 +92,7 @@ def check_kernel(backend, heads_q, heads_k, D, R, start=0, mode="neox", dtype="f
         options = {"strides": (*(((n + 2) * row, row) for n in (heads_q, heads_k or heads_q) * 2), (1,))}
     else:
         options = {"width": min(pad, 16 // x_dtype.itemsize)}  # strides and addresses are multiples of it
+    options["per_thread"] = per_thread
     kernel = build(
         rk.rope_per_token,
         backend,
@@ -158,35 +159,36 @@ def test_kernel_skips_heads_or_touches_what_lies_around_them(backend, case):
     half = case.get("dtype", "float16") == "float16"
     for dtype in ("float16", "bfloat16") if half and backend == "cuda" else (case.get("dtype", "float16"),):
         table_dtype = dtype if case.get("table_dtype") == "own" else "float32"
-        for pad in (1,) if backend == "c" else (1, 8):
-            check_kernel(backend, **case | {"dtype": dtype, "table_dtype": table_dtype, "pad": pad})
+        for pad, per_thread in ((1, 2),) if backend == "c" else ((1, 2), (8, 1), (8, 2)):
+            options = {"dtype": dtype, "table_dtype": table_dtype, "pad": pad, "per_thread": per_thread}
+            check_kernel(backend, **case | options)
 
 
 def accesses(*args, **kwargs):
-    """The types by which each tensor is reached in CUDA generated for sm_90, without a GPU."""
+    """The bytes by which each tensor is reached in CUDA generated for sm_90, without a GPU; 0 is a single element."""
     found = {}
+    sizes = {"uint4": 16, "float4": 16, "uint2": 8, "uint1": 4}
     for line in chapter.cuda_source(rk.rope_per_token, *args, **kwargs).splitlines()[1:]:
-        for wide, name in re.findall(r"\*\((\w+)\*\)\((q|k|y|z|cos|sin)(?:_1)? \+", line):
-            found.setdefault(name, set()).add(wide)
+        for kind, name in re.findall(r"\*\((\w+)\*\)\((q|k|y|z|cos|sin)(?:_1)? \+", line):
+            found.setdefault(name, set()).add(sizes[kind])
         for name in re.findall(r"\b(q|k|y|z|cos|sin)(?:_1)?\[", line):
-            found.setdefault(name, set()).add("one")
+            found.setdefault(name, set()).add(16 if "load_16" in line else 0)
     return found
 
 
-@pytest.mark.parametrize(("width", "access"), [(8, "uint4"), (4, "uint2"), (2, "uint1"), (1, "one")])
-def test_accesses_are_narrower_or_wider_than_the_strides_allow(width, access):
-    of_x = dict.fromkeys("qkyz", {access})
-    assert accesses(32, 8, 128, 128, width=width) == {**of_x, "cos": {"float4"}, "sin": {"float4"}}
+@pytest.mark.parametrize("per_thread", [1, 2])
+@pytest.mark.parametrize(("width", "access"), [(8, 16), (4, 8), (2, 4), (1, 0)])
+def test_accesses_are_narrower_or_wider_than_the_strides_allow(width, access, per_thread):
+    found = accesses(32, 8, 128, 128, width=width, per_thread=per_thread)
+    assert found == {**dict.fromkeys("qkyz", {access}), "cos": {16}, "sin": {16}}
 
 
 def test_accesses_are_narrow_in_place_for_trailing_channels_or_in_float32():
-    of_tables = {"cos": {"float4"}, "sin": {"float4"}}
     in_place = accesses(32, 8, 128, 128, mode="interleaved", inplace=True, batched=True, width=8)
-    assert in_place == {"q": {"uint4"}, "k": {"uint4"}, **of_tables}
-    trailing = accesses(32, 8, 192, 64, 128, "interleaved", width=8)
-    assert trailing == {**dict.fromkeys("qkyz", {"uint4"}), **of_tables}
-    in_float32 = accesses(32, 8, 128, 128, dtype="float32", width=4)
-    assert in_float32 == {**dict.fromkeys("qkyz", {"float4"}), **of_tables}
+    assert in_place == dict.fromkeys(["q", "k", "cos", "sin"], {16})
+    everything = dict.fromkeys(["q", "k", "y", "z", "cos", "sin"], {16})
+    assert accesses(32, 8, 192, 64, 128, "interleaved", width=8) == everything
+    assert accesses(32, 8, 128, 128, dtype="float32", width=4) == everything
 
 
 def test_widths_that_layout_inference_has_rejected():
@@ -227,6 +229,7 @@ def test_what_the_factory_refuses():
         ({"R": 7}, "rope dim must be even, got R=7"),
         ({"start": 33}, "start takes 0 … 32 for R=32 of D=64, got start=33"),
         ({"width": 3}, "width takes .*1, 2, 4.* 8.*, got .*3"),
+        ({"per_thread": 4}, "per_thread takes .*1, 2.*, got .*4"),
         ({"mode": "gptj"}, r"mode takes one of \('neox', 'interleaved'\), got 'gptj'"),
         ({"dtype": "float64"}, "dtype takes one of .*, got 'float64'"),
         ({"dtype": "float16", "table_dtype": "bfloat16"}, "table_dtype takes one of .*, got 'bfloat16'"),
@@ -568,14 +571,14 @@ REFUSALS = [
     ({"k": ones(1, 4, 2, 64)}, ValueError, r"k takes q's shape .*, got \(1, 4, 2, 64\)"),
     ({"k": ones(4, 2, 64, **META)}, ValueError, "k takes q's device .*, got meta"),
     ({"cos": ones(16, 64), "sin": ones(16, 64)}, ValueError, "cos has 64 columns, so R=128; q is only D=64 wide"),
-    ({"sin": ones(16, 31)}, ValueError, r"sin takes \(P, R/2\), one column a pair and like cos, got \(16, 31\)"),
-    ({"sin": ones(15, 32)}, ValueError, r"sin takes \(P, R/2\), .*, got \(15, 32\)"),
+    ({"sin": ones(16, 31)}, ValueError, r"sin takes cos's shape \(16, 32\), got \(16, 31\)"),
+    ({"sin": ones(15, 32)}, ValueError, r"sin takes cos's shape .*, got \(15, 32\)"),
     ({"cos": ones(32)}, ValueError, r"cos takes \(P, R/2\), .*, got \(32,\)"),
     ({"cos": ones(1, 16, 32), "sin": ones(1, 16, 32)}, ValueError, r"cos takes \(P, R/2\), .*, got \(1, 16, 32\)"),
     ({"cos": ones(16, 32, **META)}, ValueError, "cos takes q's device .*, got meta"),
     ({"sin": ones(16, 32, **META)}, ValueError, "sin takes q's device .*, got meta"),
     ({"cos": ones(16, 32, dtype=torch.float64)}, TypeError, "cos takes float32 or q's dtype .*, got torch.float64"),
-    ({"sin": ones(16, 32, dtype=torch.bfloat16)}, TypeError, "sin takes float32 or q's dtype .*, got torch.bfloat16"),
+    ({"sin": ones(16, 32, dtype=torch.bfloat16)}, TypeError, "sin takes cos's dtype .*, got torch.bfloat16"),
     ({"q": ones(4, 5, 64, dtype=torch.float16), "k": None, "cos": ones(16, 32, dtype=torch.float16)}, TypeError,
      "sin takes cos's dtype torch.float16, got torch.float32"),
     ({"cos": ones(16, 32).requires_grad_()}, ValueError, r"cos gets no gradient: pass cos.detach\(\)"),

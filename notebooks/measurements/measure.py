@@ -3,17 +3,22 @@
     python notebooks/measurements/measure.py --out notebooks/measurements/h200.json
 
 Each time is the median over replays of a CUDA graph that walks through several sets of buffers, together larger
-than the L2 cache, filled with random data; each kernel is checked against its reference before it is timed. A copy
-of x in the same run is the yardstick: it moves 2·S·R·e bytes, with e the bytes of an element. Hardware counters
-come from Nsight Compute (`ncu`), which runs this file once for each kernel; without it that part stays empty.
+than the L2 cache, filled with random data; each kernel is checked against its reference before it is timed. Where
+results lie in memory moves a time by percents, so every graph is captured anew in each of several rounds, the
+implementations in turn. A copy of x in the same run is the yardstick: it moves 2·S·R·e bytes, with e the bytes of an
+element. Hardware counters come from Nsight Compute (`ncu`), which runs this file once; without it that part stays
+empty. The file is written after every part: one that was cut short lacks the later parts.
 
 The variants of the kernels that differ in one thing, which the notebooks compare, are declared here.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import csv
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -32,6 +37,7 @@ import tilelang  # noqa: E402
 import tilelang.language as T  # noqa: E402
 import torch  # noqa: E402
 from measurements import peers  # noqa: E402
+from tilelang.engine.callback import register_cuda_postproc  # noqa: E402
 
 import rope_kernels as rk  # noqa: E402
 
@@ -272,6 +278,27 @@ def graph_times(launch, buffer_sets, replays=24):
     return times[3:]
 
 
+def rounds(launches, buffer_sets, count=3, replays=8):
+    """Time each launch of a dictionary in several rounds, each beginning with another; return all their times."""
+    names, times = list(launches), {name: [] for name in launches}
+    for i in range(count):
+        turn = i * len(names) // count
+        for name in names[turn:] + names[:turn]:
+            times[name] += graph_times(launches[name], buffer_sets, replays)
+    return times
+
+
+def build_all(builds):
+    """Run functions that build kernels side by side; what fails here fails again, and is told of, where it is used."""
+
+    def attempt(build):
+        with contextlib.suppress(Exception):
+            build()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(attempt, builds))
+
+
 def summary(implementation, times, digits=3):
     """Return what every record says of its times, in µs."""
     deciles = statistics.quantiles(times, n=10)
@@ -306,6 +333,7 @@ def measure_ladder(shape, dtype):
         sets[columns] = [inputs(shape, dtype, columns) for _ in range(count)]
     copy = record("copy", shape, dtype, graph_times(torch.clone, [b[:1] for b in sets[R // 2]]), 2 * S * R * size)
     records = [copy]
+    build_all(build for _, build, _, _ in ladder(shape, dtype))
     for implementation, build, reference, columns in ladder(shape, dtype):
         kernel = build()
         x, cos, sin = sets[columns][0]
@@ -361,9 +389,12 @@ OTHER_SHAPES += [Case(16384, dtype=dtype) for dtype in ("float16", "float32")]
 
 def variants_of(case):
     """Name the calls of apply_rope: rows gathered by random ids, or rows 0, 1, … without ids, as peers take them."""
+    names = ["apply_rope", "apply_rope, no ids"]
     if case in LLAMA:
-        return ["apply_rope", "apply_rope, no ids", "apply_rope, no ids, in place"]
-    return ["apply_rope", "apply_rope, no ids"] if case == TILEOPS_CLAIM else ["apply_rope"]
+        names.append("apply_rope, no ids, in place")
+    if case == TILEOPS_CLAIM:
+        names.append("apply_rope, no ids, table in q's dtype")
+    return names
 
 
 def peers_of(case):
@@ -383,15 +414,6 @@ def op_record(implementation, pairing, direction, case, times, ledger_bytes, cop
     return {**made, **about, **dataclasses.asdict(case)}
 
 
-def time_copy(case, count):
-    """Time a copy of q's and k's bytes by the driver and by a kernel: the faster is the yardstick."""
-    dtype = getattr(torch, case.dtype)
-    pairs = [[torch.randn(case.elements(), device="cuda").to(dtype) for _ in range(2)] for _ in range(count)]
-    ways = (lambda x, y: y.copy_(x), lambda x, y: torch.neg(x, out=y))
-    times = min((graph_times(way, pairs) for way in ways), key=statistics.median)
-    return op_record("copy", "", "", case, times, 2 * case.elements() * pairs[0][0].element_size())
-
-
 def tables(case):
     return rk.rope_table(rk.rope_frequencies(case.D)[0].cuda(), TABLE_ROWS)
 
@@ -406,50 +428,147 @@ def check(got, case, q, k, cos, sin, pairing, tolerance):
         torch.testing.assert_close(y, right, rtol=tolerance, atol=tolerance)
 
 
-def measure_op(case):
-    """Check and time a copy, apply_rope and its peers; return their records and the peers that were skipped."""
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    # what a call reads exceeds twice the L2 cache before a buffer comes round again, as far as 2048 launches go
-    sets = [case.tensors() for _ in range(max(2, min(2048, -(-4 * l2_bytes // case.ledger()))))]
-    copy = time_copy(case, len(sets))
-    torch.cuda.empty_cache()
-    records, skipped = [copy], []
+def prepare(case, pairing, direction, q, k, ids):
+    """Check apply_rope and its peers at this case; return those that run, as launches, and the ones skipped."""
     cos, sin = tables(case)
-    q, k, ids = sets[0]
     row = torch.arange(case.tokens, device="cuda")
+    inverse = direction == "backward"
+    sign = -1 if inverse else 1
+    launches, skipped = {}, []
+
+    def copies():
+        return q.clone(), None if k is None else k.clone()
+
+    for name in variants_of(case):
+        gathered = "no ids" not in name
+        c, s = (cos.to(q.dtype), sin.to(q.dtype)) if "q's dtype" in name else (cos, sin)
+        options = {"mode": pairing, "inverse": inverse, "inplace": "in place" in name}
+
+        def ours(q, k, ids, c=c, s=s, gathered=gathered, options=options):
+            return rk.apply_rope(q, k, c, s, ids if gathered else None, **options)
+
+        at = ids if gathered else row
+        check(ours(*copies(), ids), case, q, k, cos[at], sign * sin[at], pairing, 2e-2)
+        launches[name] = ours
+    makers = peers.BACKWARD if inverse else peers.FORWARD
+    for name in [name for name in peers_of(case) if name in makers]:
+        try:
+            peer = makers[name](pairing, cos[row], sin[row], q.dtype)
+            check(peer(*copies()), case, q, k, cos[row], sign * sin[row], pairing, 6e-2)
+            launches[name] = lambda q, k, ids, peer=peer: peer(q, k)
+        except Exception as error:  # the run goes on, and the file names what it lacks and why
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            about = {"implementation": name, "pairing": pairing, "direction": direction, "tokens": case.tokens}
+            skipped.append({**about, "reason": reason})
+            print(f"{name:36} {pairing} {direction} tokens={case.tokens} skipped: {reason}", flush=True)
+    return launches, skipped
+
+
+def measure_op(case):
+    """Time a copy, apply_rope and its peers; return their records and the peers that were skipped."""
+    l2_bytes, size = torch.cuda.get_device_properties(0).L2_cache_size, 4 if case.dtype == "float32" else 2
+    # what is read before a buffer comes round again: 16 times the L2 cache, 4 times where that takes many calls
+    reads = case.elements() * size
+    count = min(3072, max(3, -(-(16 if reads > 1e6 else 4) * l2_bytes // reads)))
+    sets = [case.tensors() for _ in range(count)]
+    flat = [[torch.randn(case.elements(), device="cuda").to(sets[0][0].dtype) for _ in range(2)] for _ in sets]
+    ways = {"driver": lambda x, y: y.copy_(x), "kernel": lambda x, y: torch.neg(x, out=y)}
+    times = min(rounds(ways, flat, 2).values(), key=statistics.median)  # the faster of the two is the yardstick
+    copy = op_record("copy", "", "", case, times, 2 * reads)
+    del flat
+    records, skipped = [copy], []
     for pairing, direction in itertools.product(("neox", "interleaved"), ("forward", "backward")):
-        inverse = direction == "backward"
-        sign = -1 if inverse else 1
-        if inverse and case not in LLAMA:
+        if direction == "backward" and case not in LLAMA:
             continue
-        for name in variants_of(case):
-            gathered, inplace = "no ids" not in name, "in place" in name
-
-            def ours(q, k, ids, options=(pairing, inverse, gathered, inplace)):
-                mode, inverse, gathered, inplace = options
-                where = ids if gathered else None
-                return rk.apply_rope(q, k, cos, sin, where, mode=mode, inverse=inverse, inplace=inplace)
-
-            at = ids if gathered else row
-            got = ours(q.clone(), None if k is None else k.clone(), ids)
-            check(got, case, q, k, cos[at], sign * sin[at], pairing, 2e-2)
-            times = graph_times(ours, sets)
+        torch.cuda.empty_cache()
+        launches, left_out = prepare(case, pairing, direction, *sets[0])
+        skipped += left_out
+        for name, times in rounds(launches, sets, 2 if count > 1000 else 3).items():
             records.append(op_record(name, pairing, direction, case, times, case.ledger(), copy))
-        makers = peers.BACKWARD if inverse else peers.FORWARD
-        for name in [name for name in peers_of(case) if name in makers]:
-            try:
-                peer = makers[name](pairing, cos[row], sin[row], q.dtype)
-                got = peer(q.clone(), None if k is None else k.clone())
-                check(got, case, q, k, cos[row], sign * sin[row], pairing, 6e-2)
-                times = graph_times(lambda q, k, ids, peer=peer: peer(q, k), sets)
-                records.append(op_record(name, pairing, direction, case, times, case.ledger(), copy))
-            except Exception as error:  # the run goes on, and the file names what it lacks and why
-                reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                about = {"implementation": name, "pairing": pairing, "direction": direction, "tokens": case.tokens}
-                skipped.append({**about, "reason": reason})
-                print(f"{name:36} {pairing} {direction} tokens={case.tokens} skipped: {reason}", flush=True)
-            torch.cuda.empty_cache()
     return records, skipped
+
+
+def warm_up(cases):
+    """Build, side by side, the kernels that apply_rope and TileOPs need for these cases."""
+
+    def build(case, pairing, inverse, name):
+        few = dataclasses.replace(case, tokens=min(case.tokens, 1024))  # apply_rope builds by layout, not by tokens
+        q, k, ids = few.tensors()
+        cos, sin = tables(few)
+        if "q's dtype" in name:
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+        options = {"mode": pairing, "inverse": inverse, "inplace": "in place" in name}
+        rk.apply_rope(q, k, cos, sin, None if "no ids" in name else ids, **options)
+
+    def build_tileops(case, pairing):
+        q, k, _ = case.tensors()
+        peers.tileops(pairing, None, None, q.dtype)(q, k)
+
+    tasks = []
+    for case, pairing in itertools.product(cases, ("neox", "interleaved")):
+        for inverse in (False, True) if case in LLAMA else (False,):
+            tasks += [functools.partial(build, case, pairing, inverse, name) for name in variants_of(case)]
+        if "TileOPs" in peers_of(case):
+            tasks.append(functools.partial(build_tileops, case, pairing))
+    build_all(tasks)
+    torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------------------------- what a cache hint does
+
+HINTS = ("evict_last", "evict_normal", "evict_first")  # the first is the kernel's own
+
+
+def hinted(hint):
+    """Kernel ④ for rows 0, 1, …, built with another hint for its reads of x: one word of the generated CUDA."""
+
+    function = rk.rope_per_token.func(32, 8, 128, 128, index_dtype=None, width=8)
+    tilelang.disable_cache()  # it does not know of the replacement
+    register_cuda_postproc(lambda code, _: code.replace("L2::evict_last", f"L2::{hint}"))
+    kernel = tilelang.compile(function, pass_configs=rk.rope_per_token.pass_configs)
+    register_cuda_postproc(lambda code, _: code)
+    tilelang.enable_cache()
+    return kernel.adapter._get_executable()
+
+
+def measure_hints(case):
+    """Time kernel ④ with each hint: alone, and between a kernel that writes its input and one that reads its result."""
+    cos, sin = (table[: case.tokens] for table in tables(case))
+    reads = 2 * case.elements()
+    count = max(3, -(-16 * torch.cuda.get_device_properties(0).L2_cache_size // reads))
+    pairs = [case.tensors()[:2] for _ in range(count)]
+    sets = [(q, k, torch.empty_like(q), torch.empty_like(k)) for q, k in pairs]
+    written, rotated = ([torch.empty_like(x) for x in sets[0][:2]] for _ in range(2))
+
+    def before(q, k):
+        for x, y in zip((q, k), written, strict=True):
+            torch.neg(x, out=y)
+
+    def after(y, z):
+        for x, out in zip(rotated, (y, z), strict=True):
+            torch.neg(x, out=out)
+
+    launches = {}
+    for hint in HINTS:
+        kernel = hinted(hint)
+
+        def alone(q, k, y, z, kernel=kernel):
+            kernel(q, k, cos, sin, cos, y, z)
+
+        def between(q, k, y, z, kernel=kernel):
+            before(q, k)
+            kernel(*written, cos, sin, cos, *rotated)
+            after(y, z)
+
+        launches[hint, "alone"], launches[hint, "between two kernels"] = alone, between
+    records = []
+    for (hint, place), times in rounds(launches, sets, 6).items():
+        records.append({"hint": hint, "place": place, "tokens": case.tokens, **summary("rope_per_token", times)})
+        print(f"{hint:14} {place:20} tokens={case.tokens} {records[-1]['median_us']:9.2f} µs", flush=True)
+    return records
+
+
+# ------------------------------------------------------------------------------------------- the caller's side
 
 
 def host_times(call, calls=200, repeats=15):
@@ -538,33 +657,33 @@ METRICS = {
 }
 
 
-def count(implementation):
-    """Run one launch under ncu and return its counters."""
+def measure_counters():
+    """Run one launch of each kernel under ncu and return their counters."""
+    names = [*COUNTED, *COUNTED_MODES]
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-    command += ["--kernel-name", "rope_kernel", "--launch-count", "1", "--metrics", ",".join(METRICS.values())]
-    command += [sys.executable, __file__, "--launch", implementation]
+    command += ["--kernel-name", "rope_kernel", "--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, __file__, "--launch"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     table = output[output.index('"ID"') :]
-    row = list(csv.DictReader(table.splitlines()))[1]  # the first row holds the units
-    values = {name: int(float(row[metric].replace(",", ""))) for name, metric in METRICS.items()}
-    print(f"{implementation:36} counters {values}", flush=True)
-    shape, dtype = (
-        (LARGE, "float16") if implementation in COUNTED else (dataclasses.astuple(COUNTED_OP)[:4], "bfloat16")
-    )
-    return {"implementation": implementation, "shape": list(shape), "dtype": dtype, **values}
+    records = []
+    for name, row in zip(names, list(csv.DictReader(table.splitlines()))[1:], strict=True):  # the first: the units
+        values = {key: int(float(row[metric].replace(",", ""))) for key, metric in METRICS.items()}
+        print(f"{name:36} counters {values}", flush=True)
+        shape, dtype = (LARGE, "float16") if name in COUNTED else (dataclasses.astuple(COUNTED_OP)[:4], "bfloat16")
+        records.append({"implementation": name, "shape": list(shape), "dtype": dtype, **values})
+    return records
 
 
-def launch_once(implementation):
-    """Launch one kernel once: what ncu looks at."""
-    if implementation in COUNTED_MODES:
+def launch_each():
+    """Launch every counted kernel once, in order: what ncu looks at."""
+    kernels = {name: (build, columns) for name, build, _, columns in ladder(LARGE, "float16")}
+    for name in COUNTED:
+        build, columns = kernels[name]
+        build()(*inputs(LARGE, "float16", columns))
+    for mode in COUNTED_MODES.values():
         q, k, _ = COUNTED_OP.tensors()
-        rk.apply_rope(q, k, *tables(COUNTED_OP), mode=COUNTED_MODES[implementation])
-        torch.cuda.synchronize()
-        return
-    for name, build, _, columns in ladder(LARGE, "float16"):
-        if name == implementation:
-            build()(*inputs(LARGE, "float16", columns))
-            torch.cuda.synchronize()
+        rk.apply_rope(q, k, *tables(COUNTED_OP), mode=mode)
+    torch.cuda.synchronize()
 
 
 def provenance(commit):
@@ -615,30 +734,35 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
     parser.add_argument("--commit", help="the commit measured, where the history is not at hand")
-    parser.add_argument("--launch", metavar="NAME", help="only launch this kernel once (for ncu)")
+    parser.add_argument("--launch", action="store_true", help="only launch the counted kernels, once each (for ncu)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("No CUDA device: times of the C backend would say nothing about the kernels.")
     tilelang.set_log_level("WARNING")
     if options.launch:
-        launch_once(options.launch)
+        launch_each()
         return
     if options.out is None:
         parser.error("--out takes the path of the JSON file to write")
-    result = {"provenance": provenance(options.commit or head_commit()), "records": [], "counters": []}
-    for shape, dtype in ((LARGE, "float16"), (SMALL, "float16"), (LARGE, "bfloat16"), (LARGE, "float32")):
-        result["records"] += measure_ladder(shape, dtype)
+    result = {"provenance": provenance(options.commit or head_commit())}
+
+    def write(**parts):
+        for name, part in parts.items():
+            result[name] = result.get(name, []) + part
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
         torch.cuda.empty_cache()
-    result["op_records"], result["op_skipped"] = [], []
-    for case in [*LLAMA, TILEOPS_CLAIM, *OTHER_SHAPES]:
+
+    for shape, dtype in ((LARGE, "float16"), (SMALL, "float16"), (LARGE, "bfloat16"), (LARGE, "float32")):
+        write(records=measure_ladder(shape, dtype))
+    cases = [*LLAMA, TILEOPS_CLAIM, *OTHER_SHAPES]
+    warm_up(cases)
+    write(host_records=measure_host(LLAMA[1]), cpu_records=measure_cpu())
+    for case in (LLAMA[3], LLAMA[4]):
+        write(hint_records=measure_hints(case))
+    for case in cases:
         records, skipped = measure_op(case)
-        result["op_records"] += records
-        result["op_skipped"] += skipped
-    result["host_records"] = measure_host(LLAMA[1])
-    result["cpu_records"] = measure_cpu()
-    if shutil.which("ncu"):
-        result["counters"] = [count(implementation) for implementation in (*COUNTED, *COUNTED_MODES)]
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(op_records=records, op_skipped=skipped)
+    write(counters=measure_counters() if shutil.which("ncu") else [])
     print(f"written: {options.out}")
 
 
