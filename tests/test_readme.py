@@ -52,6 +52,9 @@ def test_the_results_are_the_recorded_ones():
         row("transformers, neox", op("transformers, eager", "neox")),
     ]
     assert "\n".join(rows) in TEXT
+    host = {r["implementation"]: f"{r['median_us']:.0f} µs for" for r in RECORDED["host_records"]}
+    calls = "{apply_rope}\n`apply_rope`, {Liger-Kernel} Liger-Kernel and {transformers, torch.compile} the compiled function"
+    assert calls.format_map(host) in TEXT
     provenance = RECORDED["provenance"]
     assert f"{provenance['gpu']}, {provenance['date']}" in TEXT
 
