@@ -53,8 +53,9 @@ def test_the_results_are_the_recorded_ones():
     ]
     assert "\n".join(rows) in TEXT
     host = {r["implementation"]: f"{r['median_us']:.0f} µs for" for r in RECORDED["host_records"]}
-    calls = "{apply_rope}\n`apply_rope`, {Liger-Kernel} Liger-Kernel and {transformers, torch.compile} the compiled function"
-    assert calls.format_map(host) in TEXT
+    names = ("apply_rope", "Liger-Kernel", "transformers, torch.compile")
+    ours, liger, compiled = (host[name] for name in names)
+    assert f"{ours}\n`apply_rope`, {liger} Liger-Kernel and {compiled} the compiled function" in TEXT
     provenance = RECORDED["provenance"]
     assert f"{provenance['gpu']}, {provenance['date']}" in TEXT
 
