@@ -4,10 +4,10 @@ import contextlib
 import copy
 import functools
 import importlib.util
-import traceback
 
 import chapter  # adds the folder of rope_kernels.py to the path
 import torch
+from exercises import checker
 
 import rope_kernels as rk
 
@@ -311,27 +311,12 @@ def written(value):
 # -------------------------------------------------------------------------------------- checks of the exercises
 
 
-def _check(find_fault):
-    """Make a check of an answer: it prints a verdict, returns it as a bool and never raises."""
-
-    @functools.wraps(find_fault)
-    def check(answer):
-        try:
-            fault = find_fault(answer)
-        except (Exception, SystemExit) as error:
-            fault = f"it raised {traceback.format_exception_only(error)[0].splitlines()[0][:200]}"
-        print("Right." if fault is None else f"Wrong: {fault}.")
-        return fault is None
-
-    return check
-
-
-@_check
+@checker
 def check_exercise_1(order):
     """Check an order of the D rows of a head that undoes a flipped sign: converted weights give the same scores."""
     order = [int(row) for row in order]
     if sorted(order) != list(range(D)):
-        return f"it takes each of the rows 0 … {D - 1} once"
+        yield f"it takes each of the rows 0 … {D - 1} once"
     q, k = torch.randn(2, 24, HEADS, D, generator=torch.Generator().manual_seed(4)).to(chapter.DEVICE)
     ids = torch.arange(24, device=chapter.DEVICE) * 83  # up to 1909, where the slow pairs have turned as well
     scores = [
@@ -339,10 +324,10 @@ def check_exercise_1(order):
         for flip, x, y in ((False, q, k), (True, q[..., order], k[..., order]))
     ]
     if (scores[0] - scores[1]).abs().max() > 1e-3:
-        return "the scores are not those of the right sign"
+        yield "the scores are not those of the right sign"
 
 
-@_check
+@checker
 def check_exercise_2(base_of):
     """Check a function that finds the base of a plain RoPE kernel."""
     for base, rope_dim, mode, start in (
@@ -357,10 +342,10 @@ def check_exercise_2(base_of):
 
         found = float(base_of(kernel))
         if not abs(found / base - 1) < 1e-2:
-            return f"it found {found:.6g} for the base {base:g}, R = {rope_dim}"
+            yield f"it found {found:.6g} for the base {base:g}, R = {rope_dim}"
 
 
-@_check
+@checker
 def check_exercise_3(convert):
     """Check a function that carries DeepSeek's cached keys from transformers' order of channels to apply_rope's."""
     for width in (8, 64):
@@ -371,6 +356,6 @@ def check_exercise_3(convert):
         ours = rk.torch_rope_interleaved(k, cos, sin)
         found = convert(theirs.clone())
         if found.shape != ours.shape:
-            return f"it returned the shape {tuple(found.shape)} for {tuple(ours.shape)}"
+            yield f"it returned the shape {tuple(found.shape)} for {tuple(ours.shape)}"
         if not (found - ours).abs().max() <= 1e-5:
-            return f"for R = {width} the keys are not apply_rope's"
+            yield f"for R = {width} the keys are not apply_rope's"

@@ -1,0 +1,387 @@
+"""Checks of the exercises in notebooks 01 to 09: each prints a verdict, returns it as a bool and never raises.
+
+What is right comes from a formula in float64 or from the references, never from a worked answer.
+"""
+
+import functools
+import traceback
+
+import chapter
+import self_checks as sc
+import torch
+
+import rope_kernels as rk
+
+
+def checker(find_faults):
+    """Make a check of an answer from a generator of what is wrong with it, or None; the first fault is told."""
+
+    @functools.wraps(find_faults)
+    def check(answer):
+        try:
+            fault = next((fault for fault in find_faults(answer) if fault is not None), None)
+        except (Exception, SystemExit) as error:
+            fault = f"it raised {traceback.format_exception_only(error)[0].splitlines()[0][:200]}"
+        print("Right." if fault is None else f"Wrong: {fault}.")
+        return fault is None
+
+    return check
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tables(positions, R, base=10000.0):
+    """Return cos and sin in float64, one column a pair, for a list of positions."""
+    angle = torch.as_tensor(positions)[:, None] * base ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)
+    return angle.cos(), angle.sin()
+
+
+def difference(found, right, tolerance=0.0):
+    """Say how a tensor differs from the right one, or return None."""
+    if not isinstance(found, torch.Tensor):
+        return f"it returned {type(found).__name__} in place of a tensor"
+    if found.shape != right.shape:
+        return f"it returned the shape {tuple(found.shape)} for {tuple(right.shape)}"
+    error = (found.double().cpu() - right.double().cpu()).abs().max().item()
+    return None if error <= tolerance else f"the largest error is {error:.3g}"
+
+
+def value(name, found, right):
+    return None if found == right else f"{name} is not {found!r}"
+
+
+# ------------------------------------------------------------------------------------------ 01 two conventions
+
+
+@checker
+def check_01_1(interleaved_by_neox):
+    for lead, R in (((5, 3), 64), ((4,), 8), ((2, 2, 7), 16)):
+        x, (cos, sin) = draw(*lead, R), tables(range(3, 3 + lead[-1]), R)
+        yield difference(interleaved_by_neox(x.clone(), cos, sin), rk.torch_rope_interleaved(x, cos, sin))
+
+
+def head_scores(h, query, key, rope, D):
+    """Return the scores of every head; query and key are a weight and a bias."""
+    cos, sin = (table[:, None] for table in tables(range(1, 1 + len(h)), D))
+    q, k = (rope((h @ weight.T + bias).view(len(h), -1, D), cos, sin) for weight, bias in (query, key))
+    return torch.einsum("mhd,nhd->hmn", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
+
+
+@checker
+def check_01_2(to_interleaved):
+    for D, heads_q, heads_k in ((16, 6, 2), (8, 4, 1)):
+        h = draw(7, 48, seed=D)
+        query, key = ((draw(n * D, 48, seed=n), draw(n * D, seed=9 + n)) for n in (heads_q, heads_k))
+        moved = [to_interleaved(*(t.clone() for t in layer), n) for layer, n in ((query, heads_q), (key, heads_k))]
+        for layer, n in ((query, heads_q), (key, heads_k)):
+            for tensor, kept in zip(to_interleaved(*layer, n), layer, strict=True):
+                yield None if tensor.shape == kept.shape else "a weight or a bias has changed its shape"
+        trained = head_scores(h, query, key, rk.torch_rope_neox, D)
+        yield difference(head_scores(h, *moved, rk.torch_rope_interleaved, D), trained, 1e-9)
+
+
+@checker
+def check_01_3(which):
+    calls = []
+
+    def third_kind(x, cos, sin):
+        y = rk.torch_rope_interleaved(x, cos, sin)
+        return torch.cat((y[..., 0::2], y[..., 1::2]), dim=-1)
+
+    kinds = {
+        "interleaved": rk.torch_rope_interleaved,
+        "neox": rk.torch_rope_neox,
+        "interleaved in, neox out": third_kind,
+    }
+    for R in (4, 8, 128):
+        for name, kind in kinds.items():
+            calls.clear()
+            found = which(lambda x, cos, sin, kind=kind: (calls.append(1), kind(x, cos, sin))[1], R)
+            if found != name:
+                yield f"for R = {R} it says {found!r} of {name!r}"
+            if len(calls) != 1:
+                yield f"it called rope {len(calls)} times"
+
+
+# ------------------------------------------------------------------------------------------ 02 self-checks
+
+
+@checker
+def check_02_2(my_fault):
+    verdicts = {name: passes(my_fault, "neox") for name, passes in sc.CHECKS.items()}
+    caught = [name for name, passed in verdicts.items() if not passed and name != "agreement"]
+    if caught:
+        yield f"it is caught by {', '.join(caught)}"
+    if verdicts["agreement"]:
+        yield "it is a right rotation"
+    mine = sc.output(my_fault, *sc.data())
+    for name, wrong in sc.WRONG.items():
+        if torch.equal(sc.output(wrong, *sc.data()), mine):
+            yield f"it is {name!r} of the 21"
+
+
+@checker
+def check_02_3(equal_rows):
+    for reference in (rk.torch_rope_neox, rk.torch_rope_interleaved):
+        if not equal_rows(reference):
+            yield f"it rejects {reference.__name__}"
+    weaker = [passes for name, passes in sc.CHECKS.items() if name != "agreement"]
+    unseen = [name for name, wrong in sc.WRONG.items() if all(passes(wrong, wrong.claims) for passes in weaker)]
+    place_matters = {"table transposed", "table row above", "positions ignored", "head index as position"}
+    for name in unseen:
+        if bool(equal_rows(sc.WRONG[name])) == (name in place_matters):
+            yield f"it {'misses' if name in place_matters else 'catches'} {name!r}"
+
+
+# ------------------------------------------------------------------------------------------ 03 the naive kernel
+
+
+@checker
+def check_03_1(working_threads):
+    for R, threads in ((64, 256), (96, 256), (256, 256), (512, 256), (64, 32), (64, 64), (512, 128)):
+        found = working_threads(R, threads)
+        if found != min(R // 2, threads):
+            yield f"for R = {R} and {threads} threads it says {found}"
+
+
+@checker
+def check_03_2(ledger):
+    for S, R, e, heads in ((524288, 128, 2, 32), (96, 64, 4, 8), (12, 80, 2, 1)):
+        numbers = 2 * S * R + S // heads * R  # x, y; a table row for each token: R/2 of cos, R/2 of sin
+        for arguments in ((S, R, e, heads), (S, R, e)) if heads == 1 else ((S, R, e, heads),):
+            yield value(f"ledger{arguments}", ledger(*arguments), numbers * e)
+
+
+@checker
+def check_03_3(rotate):
+    for tokens, heads, dtype, tolerance in ((3, 4, torch.float16, 2e-3), (5, 5, torch.float32, 1e-5)):
+        q, (cos, sin) = draw(tokens, heads, 32, dtype=dtype), tables(range(9), 32)
+        positions = torch.tensor([7, 0, 2, 2, 8])[:tokens]
+        rows = (table[positions][:, None] for table in (cos, sin))
+        on_device = (t.to(chapter.DEVICE) for t in (q, cos.to(dtype), sin.to(dtype), positions))
+        yield difference(rotate(*on_device), rk.torch_rope_neox(q.double(), *rows), tolerance)
+
+
+# ------------------------------------------------------------------------------------------ 04 the blocked kernel
+
+
+@checker
+def check_04_1(choose_blk_s):
+    for S, R, e in (
+        (524288, 128, 2),
+        (100, 128, 2),
+        (10**6 + 1, 128, 2),
+        (32, 768, 2),
+        (524288, 2048, 4),
+        (24, 1024, 4),
+        (8, 64, 2),
+    ):
+        fit = [B for B in (1, 2, 4, 8, 16) if S % B == 0 and 2 * B * R * e <= 49152]
+        yield value(f"choose_blk_s{S, R, e}", choose_blk_s(S, R, e), max(fit))
+
+
+@checker
+def check_04_2(uses):
+    for heads in (1, 2, 4, 8, 16):  # 16 rows share 16 // heads rows of the table
+        yield value(f"uses({heads})", list(uses(heads)), [16 // (16 // heads)])
+
+
+@checker
+def check_04_3(predicted_us):
+    find = chapter.Recorded().find
+    copy_us = find(implementation="copy", shape=[524288, 128], dtype="float32")["median_us"]
+    for blocks, block_us in ((524288, 6e-4), (32768, 6e-4), (524288, 0.0), (1, 1000.0)):
+        by_bytes = 3 / 2 * copy_us  # x, y and as many bytes of tables as of x, where a copy has x and y
+        right, found = max(blocks * block_us, by_bytes), predicted_us(blocks, block_us, copy_us)
+        if not abs(found / right - 1) < 1e-6:
+            yield f"{blocks} blocks of {block_us} µs take {right:.1f} µs, not {found:.1f}"
+
+
+# ------------------------------------------------------------------------------------------ 05 access patterns
+
+
+def sectors(addresses, width):
+    return len({byte // 32 for address in addresses for byte in range(address, address + width)})
+
+
+@checker
+def check_05_1(counts):
+    blocked, interleaved = counts
+    warps, row = 8, 512  # bytes of a float32 row
+    half_rows = [lane // 16 * row + lane % 16 * 16 for lane in range(32)]
+    right = warps * 2 * sectors(half_rows, 16)
+    yield value("the count of ②", blocked, right)
+    every_second = sum(sectors([8 * lane + odd for lane in range(32)], 4) for odd in (0, 4))
+    yield value("the count of ③", interleaved, warps * 4 * every_second)
+
+
+@checker
+def check_05_2(touched):
+    needed = {"neox": range(64), "interleaved": range(0, 128, 2)}
+    for name, columns in needed.items():
+        yield value(f"the count for {name}", touched[name], sectors([2 * column for column in columns], 2))
+
+
+@checker
+def check_05_3(undo):
+    for R in (8, 64):
+        channel, half = torch.arange(R), R // 2
+        conventions = {
+            "neox": ((channel + half) % R, torch.where(channel < half, -1, 1), channel % half),
+            "interleaved": (channel ^ 1, torch.where(channel % 2 == 0, -1, 1), channel // 2),
+        }
+        x, (cos, sin) = draw(5, R), tables(range(2, 7), R)
+        for mode, how in conventions.items():
+            y = rk.torch_partial_rope(x, cos, sin, mode)
+            yield difference(undo(y.clone(), cos, sin, *how), x, 1e-12)
+
+
+# ------------------------------------------------------------------------------------------ 06 precision
+
+
+@checker
+def check_06_1(first_lost):
+    bits = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, "float8_e4m3fn": 4, "float8_e5m2": 3}
+    for name, p in bits.items():
+        yield value(f"first_lost(torch.{name})", first_lost(getattr(torch, name)), 2**p + 1)
+
+
+@checker
+def check_06_2(position):
+    if position < 1 or int(position) & (int(position) - 1):
+        yield f"{position} is no power of two"
+    bound = 2 * 2.0**-24  # two roundings, of the frequency and of the product
+    if position * bound > 1e-3:
+        yield f"at {position} two roundings may add up to {position * bound:.2g} rad"
+    if 2 * position * bound <= 1e-3:
+        yield f"at {2 * position} the bound holds as well"
+
+
+@checker
+def check_06_3(rotate):
+    x, (cos, sin) = draw(256, 128, seed=1, dtype=torch.float16), tables(range(1, 257), 128)
+    found = rotate(x.clone(), cos, sin)
+    if found.dtype != torch.float16:
+        yield f"it returned {found.dtype}"
+    exact = rk.torch_rope_neox(x.double(), cos, sin)
+    best = torch.from_numpy(exact.numpy().astype("float16"))  # numpy rounds float64 to float16 once
+    share = (found.cpu() != best).double().mean().item()
+    yield None if share < 1e-3 else f"{share:.2%} of the elements are misrounded"
+
+
+# ------------------------------------------------------------------------------------------ 07 partial rotation
+
+
+@checker
+def check_07_1(rope_width):
+    for head_dim, share, R in ((180, 0.7, 126), (80, 0.4, 32), (96, 0.25, 24), (128, 1.0, 128), (4, 0.5, 2)):
+        yield value(f"rope_width({head_dim}, {share})", rope_width(head_dim, share), R)
+    for head_dim, share in ((90, 0.7), (66, 0.5), (65, 1.0), (80, 0.33), (64, 0.0), (64, 1.5)):
+        try:
+            found = rope_width(head_dim, share)
+        except ValueError:
+            continue
+        yield f"rope_width({head_dim}, {share}) returned {found}"
+
+
+@checker
+def check_07_2(gemma_rope):
+    cos, sin = tables(range(1, 10), 512, base=1e6)
+    cos[:, 64:], sin[:, 64:] = 1, 0  # the idle pairs
+    x, turning = draw(9, 512), (cos[:, :64], sin[:, :64])
+    yield difference(gemma_rope(x.clone(), *turning), rk.torch_rope_neox(x, cos, sin), 1e-12)
+    idle = [*range(64, 256), *range(320, 512)]
+    x[:, idle] = float("inf")
+    yield None if torch.equal(gemma_rope(x.clone(), *turning)[:, idle], x[:, idle]) else "idle channels change"
+
+
+@checker
+def check_07_3(for_neox):
+    def scores(weights, mode, heads, R):
+        cos, sin = (table[:, None] for table in tables(range(1, 7), R))
+        h = draw(6, 32, seed=5)
+        q, k = (rk.torch_partial_rope((h @ W.T).view(6, heads, -1), cos, sin, mode, start=0) for W in weights)
+        return torch.einsum("mhd,nhd->hmn", q, k)
+
+    for heads, D, R in ((2, 16, 8), (3, 32, 16), (1, 24, 24)):
+        weights = [draw(heads * D, 32, seed=seed) for seed in (1, 2)]
+        moved = [for_neox(W.clone(), heads, R) for W in weights]
+        yield difference(scores(moved, "neox", heads, R), scores(weights, "interleaved", heads, R), 1e-9)
+
+
+# ------------------------------------------------------------------------------------------ 08 frequency tables
+
+
+@checker
+def check_08_1(unfinished):
+    for base, length in ((500000.0, 8192), (500000.0, 131072), (10000.0, 4096), (1e6, 1)):
+        wavelengths = [2 * torch.pi * base ** (2 * p / 128) for p in range(64)]
+        inv_freq = base ** (-2 * torch.arange(64, dtype=torch.float64) / 128)
+        right = sum(wavelength > length for wavelength in wavelengths)
+        yield value(f"for base {base:g} and {length} tokens it", unfinished(inv_freq, length), right)
+
+
+@checker
+def check_08_2(move):
+    for R in (96, 64):
+        pair = torch.arange(R // 2, dtype=torch.float64)
+        plain = 10000.0 ** (-2 * pair / R)
+        short, long = plain / (1 + 0.02 * pair), plain / (1.05 + 1.3 * pair)
+        at, k = torch.tensor([0, 10, 1000, 4000]), draw(4, R, seed=R)
+        cached, right = (
+            rk.torch_rope_neox(k, *(f(at[:, None] * frequencies) for f in (torch.cos, torch.sin)))
+            for frequencies in (short, long)
+        )
+        yield difference(move(cached.clone(), at, short, long), right, 1e-9)
+
+
+@checker
+def check_08_3(interleaved_axes):
+    for sections in ([24, 20, 20], [6, 5, 5], [8, 4, 4]):
+        left, right = list(sections), []
+        while any(left):
+            for axis in (0, 1, 2):
+                if left[axis]:
+                    left[axis] -= 1
+                    right.append(axis)
+        yield value(f"the axis of {sections}", torch.as_tensor(interleaved_axes(list(sections))).tolist(), right)
+
+
+# ------------------------------------------------------------------------------------------ 09 to the roofline
+
+
+@checker
+def check_09_1(answer):
+    heads, more = answer
+    by_row, by_token = (lambda n: n * 128 * 2), (lambda n: 128 * 4 + 8)  # bytes of tables and ids for n heads
+    fewer = next(n for n in range(1, 100) if by_token(n) < by_row(n))
+    yield value("the number of heads", heads, fewer)
+    yield value("the difference in bytes", more, by_token(32) + by_token(8) - by_token(40))
+
+
+@checker
+def check_09_2(misrounded):
+    x = draw(4096, 128, dtype=torch.bfloat16)
+    cos, sin = tables(range(4096), 128)
+    best = rk.torch_rope_neox(x.double(), cos, sin).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        y = rk.torch_rope_neox(x, *(table.to(dtype) for table in (cos, sin)))
+        right, found = (y != best).double().mean().item(), float(misrounded(x.clone(), dtype))
+        if not abs(found - right) < 1e-3:
+            yield f"with a table in {dtype} the share is {right:.4f}, not {found:.4f}"
+
+
+@checker
+def check_09_3(rotate_new):
+    for new in (slice(5, 8), slice(0, 3)):
+        cache, ids = draw(8, 2, 2, 64, dtype=torch.float16).to(chapter.DEVICE), torch.tensor([40, 41, 7])
+        cos, sin = tables(range(64), 64)
+        right = cache.double().cpu()
+        right[new, 0] = rk.torch_rope_neox(right[new, 0], cos[ids][:, None], sin[ids][:, None])
+        before = cache.clone()
+        rotate_new(cache, new, ids.to(chapter.DEVICE), *(t.half().to(chapter.DEVICE) for t in (cos, sin)))
+        yield difference(cache, right, 4e-3)
+        cache[new, 0] = before[new, 0]
+        yield None if torch.equal(cache, before) else "more than the new keys has changed"

@@ -1,0 +1,359 @@
+"""The checks of the exercises: planted wrong answers are rejected, with a sentence; other right ones are accepted."""
+
+import math
+import re
+
+import exercises as ex
+import pytest
+import self_checks as sc
+import torch
+from books import NOTEBOOKS, prose
+
+import rope_kernels as rk
+
+CHECKS = {name: check for name, check in vars(ex).items() if name.startswith("check_")}
+
+
+def move(order):
+    """A way to convert weights that reorders the rows of each head."""
+    return lambda W, b, heads: tuple(
+        t.view(heads, -1, *t.shape[1:])[:, order(t.shape[0] // heads)].reshape(t.shape) for t in (W, b)
+    )
+
+
+def evens_first(n):
+    return torch.cat((torch.arange(0, n, 2), torch.arange(1, n, 2)))
+
+
+def halves_dealt(n):
+    return evens_first(n).argsort()
+
+
+def by_neox(before, after):
+    return lambda x, cos, sin: rk.torch_rope_neox(x[..., before(x.shape[-1])], cos, sin)[..., after(x.shape[-1])]
+
+
+def which_from(channel, kinds):
+    def which(rope, R):
+        x = torch.zeros(R, dtype=torch.float64)
+        x[channel] = 1
+        angle = torch.full((R // 2,), 1.0, dtype=torch.float64)
+        touched = tuple(rope(x, angle.cos(), angle.sin()).nonzero().flatten().tolist())
+        return kinds(R).get(touched, "neox")
+
+    return which
+
+
+def three_kinds(R):
+    return {(0, 1): "interleaved", (1, 1 + R // 2): "neox", (0, R // 2): "interleaved in, neox out"}
+
+
+def asks_twice(rope, R):
+    answer = which_from(1, three_kinds)
+    return [answer(rope, R), answer(rope, R)][0]
+
+
+def rows_equal(*, tokens=slice(None), heads=slice(None)):
+    def equal_rows(candidate):
+        x, cos, sin = sc.data()
+        y = sc.output(candidate, x[:1, :1].expand_as(x), cos, sin, [5, 300] * (sc.TOKENS // 2))[:, heads]
+        return all(torch.equal(y[i::2][tokens], y[i, :1].expand_as(y[i::2][tokens])) for i in (0, 1))
+
+    return equal_rows
+
+
+def gathers(spread, rows):
+    """Wrap a kernel over flattened heads: how positions find their rows, and how rows are spread over heads."""
+
+    def rotate(q, cos, sin, positions):
+        tokens, heads, R = q.shape
+        cos, sin = (spread(table[rows(positions)], heads) for table in (cos, sin))
+        return rk.torch_rope_neox(q.flatten(0, 1), cos, sin).view_as(q)
+
+    return rotate
+
+
+def each(table, heads):
+    return table.repeat_interleave(heads, dim=0)
+
+
+def through(x_dtype, table_dtype, result=torch.float16):
+    return lambda x, cos, sin: rk.torch_rope_neox(
+        x.to(x_dtype), *(t.to(table_dtype).to(x_dtype) for t in (cos, sin))
+    ).to(result)
+
+
+def width(head_dim, share, *, rounds=round, even=True, least=2, whole=True):
+    R = rounds(head_dim * share)
+    if (even and R % 2) or not least <= R <= head_dim or (whole and abs(head_dim * share - R) > 1e-6):
+        raise ValueError
+    return R
+
+
+def gemma(index):
+    def rope(x, cos, sin):
+        y = x.clone()
+        y[..., index] = rk.torch_rope_neox(x[..., index], cos, sin)
+        return y
+
+    return rope
+
+
+def gemma_full(x, cos, sin):
+    one, zero = torch.ones(*cos.shape[:-1], 192).to(cos), torch.zeros(*cos.shape[:-1], 192).to(cos)
+    return rk.torch_rope_neox(x, torch.cat((cos, one), -1), torch.cat((sin, zero), -1))
+
+
+def glm(order):
+    return lambda W, heads, R: W.view(heads, W.shape[0] // heads, -1)[:, order(R, W.shape[0] // heads)].reshape(W.shape)
+
+
+def turn(keys, angle):
+    return rk.torch_rope_neox(keys, angle.cos(), angle.sin())
+
+
+def share_of(compare):
+    def misrounded(x, dtype):
+        inv_freq, _ = rk.rope_frequencies(128)
+        exact = rk.torch_rope_neox(x.double(), *rk.rope_table(inv_freq, 4096, dtype=torch.float64))
+        return compare(rk.torch_rope_neox(x, *rk.rope_table(inv_freq, 4096, dtype=dtype)), exact)
+
+    return misrounded
+
+
+def cached(mode="neox", rows=slice(None), which=0, ids=lambda positions: positions):
+    def rotate_new(cache, new, positions, cos, sin):
+        rk.apply_rope(cache[new, which][rows], None, cos, sin, ids(positions)[rows], mode=mode, inplace=True)
+
+    return rotate_new
+
+
+def all_of_the_cache(cache, new, positions, cos, sin):
+    everywhere = torch.zeros(len(cache), dtype=torch.int64, device=cache.device)
+    everywhere[new] = positions
+    everywhere[everywhere == 0] = 1
+    rk.apply_rope(cache[:, 0], None, cos, sin, everywhere, inplace=True)
+
+
+def a_copy(cache, new, positions, cos, sin):
+    rk.apply_rope(cache[new, 0].clone(), None, cos, sin, positions, inplace=True)
+
+
+WRONG = {
+    "01_1": {
+        "neox itself": rk.torch_rope_neox,
+        "not undone": by_neox(evens_first, torch.arange),
+        "the other permutation": by_neox(halves_dealt, evens_first),
+        "undone by itself": by_neox(evens_first, evens_first),
+        "angle flipped": lambda x, cos, sin: rk.torch_rope_interleaved(x, cos, -sin),
+    },
+    "01_2": {
+        "nothing": lambda W, b, heads: (W, b),
+        "the other direction": move(evens_first),
+        "bias forgotten": lambda W, b, heads: (move(halves_dealt)(W, b, heads)[0], b),
+        "heads ignored": lambda W, b, heads: move(halves_dealt)(W, b, 1),
+        "two heads": lambda W, b, heads: move(halves_dealt)(W, b, 2),
+        "columns": lambda W, b, heads: (W[:, halves_dealt(W.shape[1])], b),
+    },
+    "01_3": {
+        "always interleaved": which_from(1, lambda R: dict.fromkeys(three_kinds(R), "interleaved")),
+        "channel 0": which_from(0, lambda R: {(0, 1): "interleaved", (0, R // 2): "neox"}),
+        "R = 8 only": which_from(1, lambda R: three_kinds(8)),
+        "two calls": asks_twice,
+    },
+    "02_2": {
+        "right": rk.torch_rope_neox,
+        "sign": lambda x, cos, sin: rk.torch_rope_neox(x, cos, -sin),
+        "norm": lambda x, cos, sin: 2 * rk.torch_rope_neox(x, cos, sin),
+        "one of the 21": sc.WRONG["frequencies in reverse"],
+        "seen by the quarter turn": rk.torch_rope_interleaved,
+    },
+    "02_3": {
+        "yes": lambda candidate: True,
+        "no": lambda candidate: False,
+        "heads alone": rows_equal(tokens=slice(0, 1)),
+        "two tokens": rows_equal(tokens=slice(0, 1), heads=slice(0, 1)),
+        "agreement": lambda candidate: sc.CHECKS["agreement"](candidate, "neox"),
+    },
+    "03_1": {
+        "all": lambda R, threads=256: threads,
+        "a thread a channel": lambda R, threads=256: min(R, threads),
+        "R/2": lambda R, threads=256: R // 2,
+        "of 256": lambda R, threads=256: min(R // 2, 256),
+    },
+    "03_2": {
+        "a row for each head": lambda S, R, e, heads=1: 3 * S * R * e,
+        "no tables": lambda S, R, e, heads=1: 2 * S * R * e,
+        "full width": lambda S, R, e, heads=1: 2 * S * R * e + 2 * (S // heads) * R * e,
+        "y forgotten": lambda S, R, e, heads=1: S * R * e + S // heads * R * e,
+        "all divided": lambda S, R, e, heads=1: 3 * S // heads * R * e,
+    },
+    "03_3": {
+        "repeat": gathers(lambda table, heads: table.repeat(heads, 1), lambda positions: positions),
+        "positions ignored": gathers(each, lambda positions: torch.arange(len(positions), device=positions.device)),
+        "off by one": gathers(each, lambda positions: (positions + 1) % 9),
+        "interleaved": lambda q, cos, sin, ids: rk.torch_rope_interleaved(q, cos[ids][:, None], sin[ids][:, None]),
+    },
+    "04_1": {
+        "16": lambda S, R, e: 16,
+        "memory ignored": lambda S, R, e: next(B for B in (16, 8, 4, 2, 1) if S % B == 0),
+        "divisibility ignored": lambda S, R, e: next(B for B in (16, 8, 4, 2, 1) if 2 * B * R * e <= 49152),
+        "x alone": lambda S, R, e: next(B for B in (16, 8, 4, 2, 1) if S % B == 0 and B * R * e <= 49152),
+        "below 48 KiB": lambda S, R, e: next(B for B in (16, 8, 4, 2, 1) if S % B == 0 and 2 * B * R * e < 49152),
+    },
+    "04_2": {
+        "once": lambda heads: [1],
+        "as often as rows": lambda heads: [16],
+        "rows over heads": lambda heads: [16 // heads],
+        "one too many": lambda heads: [heads + 1],
+    },
+    "04_3": {
+        "blocks alone": lambda blocks, block_us, copy_us: blocks * block_us,
+        "the copy's time": lambda blocks, block_us, copy_us: max(blocks * block_us, copy_us),
+        "the sum": lambda blocks, block_us, copy_us: blocks * block_us + 1.5 * copy_us,
+        "twice the block": lambda blocks, block_us, copy_us: max(2 * blocks * block_us, 1.5 * copy_us),
+    },
+    "05_1": {"equal": (256, 256), "a warp": (32, 64), "exchanged": (512, 256), "float16": (128, 256)},
+    "05_2": {
+        "equal": {"neox": 4, "interleaved": 4},
+        "all": {"neox": 8, "interleaved": 8},
+        "float32": {"neox": 8, "interleaved": 16},
+        "exchanged": {"neox": 8, "interleaved": 4},
+        "one name": {"neox": 4},
+    },
+    "05_3": {
+        "nothing": lambda y, cos, sin, partner, mask, column: y,
+        "again": lambda y, c, s, partner, mask, column: y * c[..., column] + y[..., partner] * (mask * s[..., column]),
+        "cos flipped": lambda y, c, s, partner, mask, col: -y * c[..., col] + y[..., partner] * (mask * s[..., col]),
+        "no mask": lambda y, c, s, partner, mask, column: y * c[..., column] - y[..., partner] * s[..., column],
+        "neox only": lambda y, c, s, *how: rk.torch_rope_neox(y, c, -s),
+    },
+    "06_1": {
+        "held": lambda dtype: int(2 / torch.finfo(dtype).eps),
+        "1 / eps": lambda dtype: int(1 / torch.finfo(dtype).eps) + 1,
+        "the largest": lambda dtype: int(torch.finfo(dtype).max),
+        "float16's": lambda dtype: 2049,
+    },
+    "06_2": {"half": 4096, "twice": 16384, "no power": 8388, "one rounding": 32768, "zero": 0},
+    "06_3": {
+        "fp16 tables": through(torch.float32, torch.float16),
+        "fp16 throughout": through(torch.float16, torch.float16),
+        "not rounded": through(torch.float32, torch.float32, torch.float32),
+        "bf16 on the way": through(torch.bfloat16, torch.bfloat16),
+        "interleaved": lambda x, c, s: rk.torch_rope_interleaved(x.float(), c.float(), s.float()).half(),
+    },
+    "07_1": {
+        "int": lambda head_dim, share: width(head_dim, share, rounds=int, even=False, whole=False),
+        "odd widths": lambda head_dim, share: width(head_dim, share, even=False),
+        "broken shares": lambda head_dim, share: width(head_dim, share, whole=False),
+        "nothing rotated": lambda head_dim, share: width(head_dim, share, least=0),
+        "always whole": lambda head_dim, share: head_dim,
+    },
+    "07_2": {
+        "the first 128": gemma(torch.arange(128)),
+        "one half": gemma(torch.arange(64, 192)),
+        "the other order": gemma(torch.cat((torch.arange(256, 320), torch.arange(64)))),
+        "idle pairs multiplied": gemma_full,
+        "nothing": lambda x, cos, sin: x,
+    },
+    "07_3": {
+        "nothing": lambda W, heads, R: W,
+        "whole heads": glm(lambda R, D: evens_first(D)),
+        "the other direction": glm(lambda R, D: torch.cat((halves_dealt(R), torch.arange(R, D)))),
+        "the tail": glm(lambda R, D: torch.cat((torch.arange(D - R), D - R + evens_first(R)))),
+        "one head": lambda W, heads, R: glm(lambda R, D: torch.cat((evens_first(R), torch.arange(R, D))))(W, 1, R),
+    },
+    "08_1": {
+        "finished": lambda inv_freq, length: int((inv_freq * length >= 2 * math.pi).sum()),
+        "a radian": lambda inv_freq, length: int((inv_freq * length < 1).sum()),
+        "half a turn": lambda inv_freq, length: int((inv_freq * length < math.pi).sum()),
+        "none": lambda inv_freq, length: 0,
+    },
+    "08_2": {
+        "nothing": lambda keys, at, short, long: keys,
+        "not undone": lambda keys, at, short, long: turn(keys, at[:, None] * long),
+        "undone only": lambda keys, at, short, long: turn(keys, -at[:, None] * short),
+        "the other way": lambda keys, at, short, long: turn(keys, at[:, None] * (short - long)),
+        "in float32": lambda keys, at, short, long: turn(keys, (at[:, None] * (long - short)).float()),
+    },
+    "08_3": {
+        "in sections": lambda s: torch.tensor([0] * s[0] + [1] * s[1] + [2] * s[2]),
+        "in turn to the end": lambda s: torch.arange(sum(s)) % 3,
+        "height first": lambda s: (torch.arange(sum(s)) + 1) % 3,
+        "the rest first": lambda s: torch.tensor([0] * (s[0] - s[1]) + [0, 1, 2] * s[1]),
+    },
+    "09_1": {"two heads": (2, 520), "row bytes": (3, 512), "all of them": (1, 520), "no more": (3, 0)},
+    "09_2": {
+        "not rounded": share_of(lambda y, exact: (y.double() != exact).double().mean().item()),
+        "right ones": share_of(lambda y, exact: (y == exact.bfloat16()).double().mean().item()),
+        "a number": share_of(lambda y, exact: (y != exact.bfloat16()).sum().item()),
+        "off by much": share_of(lambda y, exact: ((y - exact).abs() > 0.01).double().mean().item()),
+    },
+    "09_3": {
+        "nothing": lambda cache, new, positions, cos, sin: None,
+        "a copy": a_copy,
+        "interleaved": cached("interleaved"),
+        "the values": cached(which=1),
+        "keys and values": lambda *arguments: [cached(which=which)(*arguments) for which in (0, 1)],
+        "one row": cached(rows=slice(0, 1)),
+        "all keys": all_of_the_cache,
+        "off by one": cached(ids=lambda positions: positions + 1),
+    },
+}  # fmt: skip
+PLANTED = [
+    pytest.param(name, answer, id=f"{name}-{what}") for name, wrong in WRONG.items() for what, answer in wrong.items()
+]
+
+
+def test_every_exercise_names_its_check_and_has_planted_wrong_answers():
+    named = {}
+    for path in NOTEBOOKS[:-1]:  # the last has checks of its own
+        text = prose(path)
+        named[path.stem[:2]] = re.findall(r"`ex\.check_(\w+)\(", text)
+        exercises = len(re.findall(r"<summary>[^<]*nswer", text))
+        first = 2 if path.stem.startswith("02") else 1  # the first exercise of notebook 02 is checked by check()
+        assert named[path.stem[:2]] == [f"{path.stem[:2]}_{n}" for n in range(first, exercises + 1)]
+    assert [f"check_{name}" for names in named.values() for name in names] == list(CHECKS)
+    assert list(WRONG) == [name.removeprefix("check_") for name in CHECKS]
+    assert min(len(wrong) for wrong in WRONG.values()) >= 3
+
+
+@pytest.mark.parametrize(("name", "answer"), PLANTED)
+def test_planted_wrong_answers_are_rejected(name, answer, capsys):
+    assert CHECKS[f"check_{name}"](answer) is False
+    said = capsys.readouterr().out
+    assert said.startswith("Wrong: ") and said.count("\n") == 1
+    if callable(answer):
+        assert not said.startswith("Wrong: it raised"), said
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_never_raises(name, capsys):
+    def raises(*arguments, **options):
+        raise SystemExit
+
+    def gives_nothing(*arguments, **options):
+        return None
+
+    for answer in (None, raises, gives_nothing, "words"):
+        assert CHECKS[name](answer) is False
+        assert capsys.readouterr().out.startswith("Wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("01_1", by_neox(evens_first, halves_dealt)),
+        ("01_3", which_from(1, three_kinds)),
+        ("02_2", lambda x, cos, sin: rk.torch_rope_neox(x, cos.roll(3, -1), sin.roll(3, -1))),
+        ("03_1", lambda R, threads=256: min(R // 2, threads)),
+        ("03_3", lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0]),
+        ("05_3", lambda y, c, s, partner, mask, col: y * c[..., col] + y[..., partner] * (-mask * s[..., col])),
+        ("06_3", through(torch.float32, torch.float32)),
+        ("08_3", lambda s: [0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
+        ("09_3", cached()),
+    ],
+)  # fmt: skip
+def test_other_right_answers_are_accepted(name, answer, capsys):
+    assert CHECKS[f"check_{name}"](answer) is True
+    assert capsys.readouterr().out == "Right.\n"
