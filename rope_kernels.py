@@ -534,7 +534,7 @@ def rope_per_token(
     half = R // 2
     # A thread takes two 16-byte vectors of a head, half a head apart: in neox they are partners, interleaved pairs lie
     # within each. With many tokens it takes two heads, so that more is under way while the id and then its table row
-    # arrive; with few tokens one, which is sooner done. 64 threads, or 32, are the smallest blocks that fill an SM.
+    # arrive; with few tokens one, which is sooner done. Blocks are small, 64 threads, or 32 with two heads each: an SM holds 32.
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
@@ -1058,17 +1058,24 @@ def _self_check():
             cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
             y = factory(S, R, dtype=dtype)(x, cos, sin)
             report(factory.__name__, dtype, [(y, reference(x, cos, sin))])
-    for dtype in dtypes:  # kernel ④ through the op: ids gathered, q and k packed, part of a head, out of and in place
-        cos, sin = (table.to(device) for table in rope_table(rope_frequencies(64)[0], 100))
-        ids = torch.randint(1, 100, (2, 9), device=device)
+    for dtype in dtypes:  # kernel ④ through the op, in its forms; q and k are packed, part of a head is rotated
+        cos, sin = (table.to(device) for table in rope_table(rope_frequencies(64)[0], 400))
         pairs = []
         for mode in ("neox", "interleaved"):
-            q, k, _ = torch.randn(2, 9, 5 + 2 + 2, 96, device=device).to(getattr(torch, dtype)).split((5, 2, 2), dim=2)
-            rows = cos[ids][:, :, None], sin[ids][:, :, None]
-            right = [torch_partial_rope(x, *rows, mode, 32) for x in (q, k)]
-            pairs += zip(apply_rope(q, k, cos, sin, ids, mode=mode, start=32), right, strict=True)
-            apply_rope(q, k, cos, sin, ids.int(), mode=mode, start=32, inplace=True)
-            pairs += zip((q, k), right, strict=True)
+            for tokens in (9, 300):  # in each of two texts: with up to 512 in all a thread takes one head, then two
+                ids = torch.randint(1, 400, (2, tokens), device=device)
+                packed = torch.randn(2, tokens, 5 + 2 + 2, 96, device=device).to(getattr(torch, dtype))
+                q, k, _ = packed.split((5, 2, 2), dim=2)
+                options = {"mode": mode, "start": 32}
+                rows = cos[ids][:, :, None], sin[ids][:, :, None]
+                right = [torch_partial_rope(x, *rows, **options) for x in (q, k)]
+                if tokens > 9:
+                    pairs += zip(apply_rope(q, k, cos, sin, ids, **options), right, strict=True)
+                    continue
+                back = torch_partial_rope(q, cos[:tokens, None], -sin[:tokens, None], **options)
+                pairs.append((apply_rope(q, None, cos, sin, inverse=True, **options)[0], back))
+                apply_rope(q, k, cos, sin, ids.int(), inplace=True, **options)
+                pairs += zip((q, k), right, strict=True)
         report(rope_per_token.__name__, dtype, pairs)
     print(f"device: {torch.cuda.get_device_name()} (CUDA)" if on_cuda else "device: CPU (TileLang's C backend)")
     return failures
