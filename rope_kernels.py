@@ -534,7 +534,7 @@ def rope_per_token(
     half = R // 2
     # A thread takes two 16-byte vectors of a head, half a head apart: in neox they are partners, interleaved pairs lie
     # within each. With many tokens it takes two heads, so that more is under way while the id and then its table row
-    # arrive; with few tokens one, which is sooner done. Blocks are small, 64 threads, or 32 with two heads each: an SM holds 32.
+    # arrive; with few tokens one, which is sooner done. A block has 64 threads, or 32 with two heads each.
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
