@@ -428,6 +428,15 @@ def check(got, case, q, k, cos, sin, pairing, tolerance):
         torch.testing.assert_close(y, right, rtol=tolerance, atol=tolerance)
 
 
+def ours(name, case, pairing, inverse):
+    """Return the call of apply_rope that goes by this name, as a function of q, k and ids."""
+    cos, sin = tables(case)
+    if "q's dtype" in name:
+        cos, sin = (table.to(getattr(torch, case.dtype)) for table in (cos, sin))
+    gathered, options = "no ids" not in name, {"mode": pairing, "inverse": inverse, "inplace": "in place" in name}
+    return lambda q, k, ids: rk.apply_rope(q, k, cos, sin, ids if gathered else None, **options)
+
+
 def prepare(case, pairing, direction, q, k, ids):
     """Check apply_rope and its peers at this case; return those that run, as launches, and the ones skipped."""
     cos, sin = tables(case)
@@ -440,16 +449,9 @@ def prepare(case, pairing, direction, q, k, ids):
         return q.clone(), None if k is None else k.clone()
 
     for name in variants_of(case):
-        gathered = "no ids" not in name
-        c, s = (cos.to(q.dtype), sin.to(q.dtype)) if "q's dtype" in name else (cos, sin)
-        options = {"mode": pairing, "inverse": inverse, "inplace": "in place" in name}
-
-        def ours(q, k, ids, c=c, s=s, gathered=gathered, options=options):
-            return rk.apply_rope(q, k, c, s, ids if gathered else None, **options)
-
-        at = ids if gathered else row
-        check(ours(*copies(), ids), case, q, k, cos[at], sign * sin[at], pairing, 2e-2)
-        launches[name] = ours
+        launches[name] = ours(name, case, pairing, inverse)
+        at = row if "no ids" in name else ids
+        check(launches[name](*copies(), ids), case, q, k, cos[at], sign * sin[at], pairing, 2e-2)
     makers = peers.BACKWARD if inverse else peers.FORWARD
     for name in [name for name in peers_of(case) if name in makers]:
         try:
@@ -492,13 +494,8 @@ def warm_up(cases):
     """Build, side by side, the kernels that apply_rope and TileOPs need for these cases."""
 
     def build(case, pairing, inverse, name):
-        few = dataclasses.replace(case, tokens=min(case.tokens, 1024))  # apply_rope builds by layout, not by tokens
-        q, k, ids = few.tensors()
-        cos, sin = tables(few)
-        if "q's dtype" in name:
-            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-        options = {"mode": pairing, "inverse": inverse, "inplace": "in place" in name}
-        rk.apply_rope(q, k, cos, sin, None if "no ids" in name else ids, **options)
+        few = dataclasses.replace(case, tokens=min(case.tokens, 1024))  # beyond 512 tokens one build serves all
+        ours(name, few, pairing, inverse)(*few.tensors())
 
     def build_tileops(case, pairing):
         q, k, _ = case.tensors()
@@ -521,7 +518,6 @@ HINTS = ("evict_last", "evict_normal", "evict_first")  # the first is the kernel
 
 def hinted(hint):
     """Kernel ④ for rows 0, 1, …, built with another hint for its reads of x: one word of the generated CUDA."""
-
     function = rk.rope_per_token.func(32, 8, 128, 128, index_dtype=None, width=8)
     tilelang.disable_cache()  # it does not know of the replacement
     register_cuda_postproc(lambda code, _: code.replace("L2::evict_last", f"L2::{hint}"))
