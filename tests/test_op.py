@@ -6,6 +6,7 @@ Docstrings name the public reports in which other implementations went wrong in 
 import importlib.util
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -189,6 +190,27 @@ def test_accesses_are_narrow_in_place_for_trailing_channels_or_in_float32():
     everything = dict.fromkeys(["q", "k", "y", "z", "cos", "sin"], {16})
     assert accesses(32, 8, 192, 64, 128, "interleaved", width=8) == everything
     assert accesses(32, 8, 128, 128, dtype="float32", width=4) == everything
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler, nvcc")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"arch": "sm_90", "width": 8},
+        {"arch": "sm_90", "width": 8, "mode": "interleaved", "index_dtype": None, "per_thread": 1},
+        {"arch": "sm_80", "width": 8, "inplace": True, "batched": True, "table_dtype": "bfloat16"},
+        {"arch": "sm_80", "width": 1, "dtype": "float32", "mode": "interleaved", "inverse": True},
+        {"arch": "sm_75", "width": 8, "dtype": "float16"},  # before PTX knew cache hints
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_the_cuda_does_not_compile(options):
+    """Types and PTX that only nvcc looks at, on machines without a GPU as well."""
+    target = {"kind": "cuda", "arch": options["arch"]}
+    rest = {name: value for name, value in options.items() if name != "arch"}
+    with tilelang.tvm.target.Target(target):
+        function = rk.rope_per_token.func(5, 2, 128, 64, 64, **rest)
+        tilelang.compile(function, target=target, pass_configs={"tl.disable_safe_memory_legalize": True})
 
 
 def test_widths_that_layout_inference_has_rejected():
