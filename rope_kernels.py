@@ -6,6 +6,7 @@ must not stand in a file that holds these factories.
 """
 
 import functools
+import itertools
 import math
 import sys
 import warnings
@@ -464,7 +465,7 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     return rope
 
 
-# without TileLang's own bounds checks: what is read lies inside by construction, ids are compared once
+# on CUDA without TileLang's own bounds checks: what is read lies inside by construction, and ids are compared
 @tilelang.jit(pass_configs={"tl.disable_safe_memory_legalize": True})
 def rope_per_token(
     heads_q,
@@ -532,9 +533,9 @@ def rope_per_token(
     if serial and (batched or strides is None):
         raise ValueError("the C backend takes strides as constants, and no batch axis")
     half = R // 2
-    # A thread takes two 16-byte vectors of a head, half a head apart: in neox they are partners, interleaved pairs lie
-    # within each. With many tokens it takes two heads, so that more is under way while the id and then its table row
-    # arrive; with few tokens one, which is sooner done. A block has 64 threads, or 32 with two heads each.
+    # Where widths allow, a thread takes two 16-byte vectors of a head, R/2 apart: in neox they are partners,
+    # interleaved pairs lie within each. With many tokens it takes two heads, so that more is under way while the id
+    # and then its table row arrive; with few tokens one, which is sooner done. A block has about 64 threads, or 32.
     vec = 4 if dtype == "float32" else 8
     reach = half if mode == "neox" else R
     while reach % vec or start % vec or (D - R) % vec:
@@ -554,11 +555,11 @@ def rope_per_token(
     rest = (D - R) // piece
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
 
-    if slots * lanes > 1024:
-        raise ValueError(f"R={R} needs {lanes} threads a head in {mode} pairs of {dtype}, over 1024")
+    if lanes > 1024 and not serial:
+        raise ValueError(f"R={R} at start={start} of D={D} needs {lanes} threads a head in {mode} pairs, over 1024")
 
     # Loads of 16 bytes in PTX, for two things that TileLang has no word for. x is read with the hint that L2 keep it,
-    # which is faster with many tokens and costs the kernels around this one nothing (notebook 09 has the runs). And
+    # which is faster with many tokens and, against no hint, costs the kernels around it nothing (see notebook 09). And
     # nvcc leaves the table's loads in their branch, behind all loads of x; plain ones it predicates and puts before the
     # last of x, which then waits for the id as well. No thread reads what another has written, or it itself.
     space = "global" if inplace else "global.nc"
@@ -722,6 +723,7 @@ for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, r
     functools.update_wrapper(_factory, _factory.func.orig_func)  # name, docstring and source for readers
     _factory.mode = "lazy"  # what TileLang would find out by a first call; known, `.func` serves any target at once
     _factory.func.set_mode("lazy")
+    _factory.cuda_pass_configs = _factory.pass_configs
     if not torch.cuda.is_available():
         vars(_factory).update(C_BACKEND)
 
@@ -739,9 +741,10 @@ def apply_rope(q, k, cos, sin, positions=None, *, mode="neox", start=None, inver
     Shapes: q (..., Hq, D), k (..., Hk, D) or None, with leading dimensions (tokens,) or (batch, seq); for
     (B, H, S, D) pass q.transpose(1, 2): strided tensors are read where they lie. cos and sin (P, R/2). positions:
     shaped like the leading dimensions, or (seq,); None means 0 … seq−1. Returns (q′, k′), or (q′, None).
-    start: the first rotated channel, to be said when R < D. inplace=True writes into q and k and returns them.
+    start: the first rotated channel, to be said when R < D. inplace=True writes into q and k and returns them;
+    they share no memory with the tables or ids, which is not looked at.
     Dtypes: q, k float16, bfloat16 or float32; tables float32 (advised) or q's; ids int32 or int64.
-    float32 arithmetic, one rounding. The gradient is the same kernel with −sin; tables get none.
+    float32 arithmetic, one rounding. The gradient (reverse mode) is the same kernel with −sin; tables get none.
     Errors: ValueError, or TypeError for a wrong type, that names the argument; IndexError for an id outside
     0 … P−1 on the CPU. On CUDA, where looking would synchronise, such tokens come out NaN.
     """
@@ -828,19 +831,22 @@ def _rotate_what_there_is(q, k, cos, sin, positions, mode, start, inverse, inpla
 
 
 def _rows(x):
-    """Return x with neighbouring channels side by side, which is all the kernel asks of a layout."""
-    return x if x.stride()[-1] == 1 else x.contiguous()
+    """Return x and a tensor for its result, both with channels side by side: all the kernel asks of a layout."""
+    if x.stride()[-1] == 1:
+        y = torch.empty_like(x)
+        if y.stride()[-1] == 1:  # torch lays it out by x's strides: not so where channels are reached twice
+            return x, y
+    x = x.contiguous()
+    return x, torch.empty_like(x)
 
 
 def _rotate(q, k, cos, sin, positions, mode, start, inverse):
     """Out of place; without k the second tensor is empty."""
-    q = _rows(q)
-    y = torch.empty_like(q)
+    q, y = _rows(q)
     if k is None:
         _launch(q, None, cos, sin, positions, mode, start, inverse, y, None)
         return y, q.new_empty(0)
-    k = _rows(k)
-    z = torch.empty_like(k)
+    k, z = _rows(k)
     _launch(q, k, cos, sin, positions, mode, start, inverse, y, z)
     return y, z
 
@@ -858,14 +864,17 @@ def _overlaps(shape, strides):
 
 @functools.lru_cache(maxsize=4096)
 def _disjoint(a_shape, a_strides, b_shape, b_strides, apart):
-    """Tell whether b, which begins `apart` elements after a, shares none: it lies behind, or they interleave."""
-    for axes in range(1, len(a_shape) + 1):  # by token or by head: as steps of what the last `axes` axes span
-        spans = [
-            1 + sum((size - 1) * stride for size, stride in zip(shape[-axes:], strides[-axes:], strict=True))
-            for shape, strides in ((a_shape, a_strides), (b_shape, b_strides))
-        ]
-        steps = a_strides[:-axes]
-        if steps == b_strides[:-axes] and spans[0] <= apart <= min(steps, default=math.inf) - spans[1]:
+    """Tell whether b, which begins `apart` elements after a, surely shares none: it lies behind, or they interleave."""
+    axes = [
+        sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+        for shape, strides in ((a_shape, a_strides), (b_shape, b_strides))
+    ]
+    # the outer axes move both by multiples of a common measure: modulo that, what the inner axes span must lie apart
+    for inner in itertools.product(*(range(len(x) + 1) for x in axes)):
+        spans = [1 + sum((size - 1) * stride for stride, size in x[:n]) for x, n in zip(axes, inner, strict=True)]
+        measure = math.gcd(*(stride for x, n in zip(axes, inner, strict=True) for stride, _ in x[n:]))
+        place = apart % measure if measure else apart
+        if spans[0] <= place and (not measure or place + spans[1] <= measure):
             return True
     return False
 
@@ -883,7 +892,7 @@ def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
         apart = (k.data_ptr() - q.data_ptr()) // q.element_size()
         a, b = (q, k) if apart >= 0 else (k, q)
         if not _disjoint(a.shape, a.stride(), b.shape, b.stride(), abs(apart)):
-            raise ValueError("inplace=True takes q and k that share no element")
+            raise ValueError("inplace=True takes q and k that share no element; by their strides these could")
     _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
     torch.autograd.graph.increment_version(tensors)  # so that autograd sees the write
 
@@ -1007,7 +1016,7 @@ _inplace_op = torch.library.custom_op(
 
 @_op.register_fake
 def _(q, k, *_):
-    return torch.empty_like(_rows(q)), q.new_empty(0) if k is None else torch.empty_like(_rows(k))
+    return _rows(q)[1], q.new_empty(0) if k is None else _rows(k)[1]
 
 
 def _remember(ctx, inputs, output):

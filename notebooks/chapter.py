@@ -75,7 +75,8 @@ def cuda_source(factory, *args, **kwargs):
     """Return the body of the CUDA kernel that TileLang generates for an sm_90 GPU; no GPU is needed."""
     target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
     factory.func.set_mode("lazy")
-    with target:  # not factory.get_tir, which would enter this machine's own target
+    settings = tilelang.tvm.transform.PassContext(config=getattr(factory, "cuda_pass_configs", None) or {})
+    with target, settings:  # not factory.get_tir, which would enter this machine's own target
         source = tilelang.lower(factory.func(*args, **kwargs), target=target).kernel_source
     return source[source.rindex('extern "C"') :].rstrip() + "\n"
 

@@ -75,8 +75,8 @@ def check_01_2(to_interleaved):
         h = draw(7, 48, seed=D)
         query, key = ((draw(n * D, 48, seed=n), draw(n * D, seed=9 + n)) for n in (heads_q, heads_k))
         moved = [to_interleaved(*(t.clone() for t in layer), n) for layer, n in ((query, heads_q), (key, heads_k))]
-        for layer, n in ((query, heads_q), (key, heads_k)):
-            for tensor, kept in zip(to_interleaved(*layer, n), layer, strict=True):
+        for layer, result in ((query, moved[0]), (key, moved[1])):
+            for tensor, kept in zip(result, layer, strict=True):
                 yield None if tensor.shape == kept.shape else "a weight or a bias has changed its shape"
         trained = head_scores(h, query, key, rk.torch_rope_neox, D)
         yield difference(head_scores(h, *moved, rk.torch_rope_interleaved, D), trained, 1e-9)
@@ -118,7 +118,7 @@ def check_02_2(my_fault):
         yield "it is a right rotation"
     mine = sc.output(my_fault, *sc.data())
     for name, wrong in sc.WRONG.items():
-        if torch.equal(sc.output(wrong, *sc.data()), mine):
+        if torch.allclose(sc.output(wrong, *sc.data()), mine, atol=1e-3):
             yield f"it is {name!r} of the 21"
 
 
@@ -160,7 +160,7 @@ def check_03_3(rotate):
         q, (cos, sin) = draw(tokens, heads, 32, dtype=dtype), tables(range(9), 32)
         positions = torch.tensor([7, 0, 2, 2, 8])[:tokens]
         rows = (table[positions][:, None] for table in (cos, sin))
-        on_device = (t.to(chapter.DEVICE) for t in (q, cos.to(dtype), sin.to(dtype), positions))
+        on_device = (t.to(chapter.DEVICE) for t in (q.clone(), cos.to(dtype), sin.to(dtype), positions))
         yield difference(rotate(*on_device), rk.torch_rope_neox(q.double(), *rows), tolerance)
 
 
@@ -250,7 +250,7 @@ def check_06_1(first_lost):
 
 @checker
 def check_06_2(position):
-    if position < 1 or int(position) & (int(position) - 1):
+    if position < 1 or position != int(position) or int(position) & (int(position) - 1):
         yield f"{position} is no power of two"
     bound = 2 * 2.0**-24  # two roundings, of the frequency and of the product
     if position * bound > 1e-3:
@@ -263,8 +263,8 @@ def check_06_2(position):
 def check_06_3(rotate):
     x, (cos, sin) = draw(256, 128, seed=1, dtype=torch.float16), tables(range(1, 257), 128)
     found = rotate(x.clone(), cos, sin)
-    if found.dtype != torch.float16:
-        yield f"it returned {found.dtype}"
+    if found.dtype != x.dtype or found.shape != x.shape:
+        yield f"it returned {found.dtype} in the shape {tuple(found.shape)}"
     exact = rk.torch_rope_neox(x.double(), cos, sin)
     best = torch.from_numpy(exact.numpy().astype("float16"))  # numpy rounds float64 to float16 once
     share = (found.cpu() != best).double().mean().item()
@@ -278,7 +278,16 @@ def check_06_3(rotate):
 def check_07_1(rope_width):
     for head_dim, share, R in ((180, 0.7, 126), (80, 0.4, 32), (96, 0.25, 24), (128, 1.0, 128), (4, 0.5, 2)):
         yield value(f"rope_width({head_dim}, {share})", rope_width(head_dim, share), R)
-    for head_dim, share in ((90, 0.7), (66, 0.5), (65, 1.0), (80, 0.33), (64, 0.0), (64, 1.5)):
+    for head_dim, share in (
+        (90, 0.7),
+        (66, 0.5),
+        (65, 1.0),
+        (80, 0.33),
+        (100, 0.6001),
+        (64, 0.0),
+        (64, -0.5),
+        (64, 1.5),
+    ):
         try:
             found = rope_width(head_dim, share)
         except ValueError:
@@ -292,6 +301,8 @@ def check_07_2(gemma_rope):
     cos[:, 64:], sin[:, 64:] = 1, 0  # the idle pairs
     x, turning = draw(9, 512), (cos[:, :64], sin[:, :64])
     yield difference(gemma_rope(x.clone(), *turning), rk.torch_rope_neox(x, cos, sin), 1e-12)
+    heads = draw(2, 9, 512)
+    yield difference(gemma_rope(heads.clone(), *turning), rk.torch_rope_neox(heads, cos, sin), 1e-12)
     idle = [*range(64, 256), *range(320, 512)]
     x[:, idle] = float("inf")
     yield None if torch.equal(gemma_rope(x.clone(), *turning)[:, idle], x[:, idle]) else "idle channels change"
@@ -334,7 +345,7 @@ def check_08_2(move):
             rk.torch_rope_neox(k, *(f(at[:, None] * frequencies) for f in (torch.cos, torch.sin)))
             for frequencies in (short, long)
         )
-        yield difference(move(cached.clone(), at, short, long), right, 1e-9)
+        yield difference(move(cached.clone(), at, short, long), right, 1e-5)
 
 
 @checker
@@ -367,10 +378,13 @@ def check_09_2(misrounded):
     cos, sin = tables(range(4096), 128)
     best = rk.torch_rope_neox(x.double(), cos, sin).bfloat16()
     for dtype in (torch.bfloat16, torch.float32):
-        y = rk.torch_rope_neox(x, *(table.to(dtype) for table in (cos, sin)))
-        right, found = (y != best).double().mean().item(), float(misrounded(x.clone(), dtype))
-        if not abs(found - right) < 1e-3:
-            yield f"with a table in {dtype} the share is {right:.4f}, not {found:.4f}"
+        right = rk.torch_rope_neox(x, *(table.to(dtype) for table in (cos, sin))) != best
+        found = misrounded(x.clone(), dtype)
+        if found.dtype != torch.bool or found.shape != right.shape:
+            yield f"it returned {found.dtype} in the shape {tuple(found.shape)}"
+        wrong = (found != right).double().mean().item()
+        if wrong > 1e-3:  # a table rounded twice, through float32, differs in a few elements
+            yield f"with a table in {dtype} it is wrong about {wrong:.2%} of the elements"
 
 
 @checker

@@ -348,9 +348,9 @@ def check_exercise_2(base_of):
 @checker
 def check_exercise_3(convert):
     """Check a function that carries DeepSeek's cached keys from transformers' order of channels to apply_rope's."""
-    for width in (8, 64):
+    for width, batch in ((8, 2), (64, 3)):
         cos, sin = rk.rope_table(rk.rope_frequencies(width)[0], 5)
-        k = torch.randn(2, 1, 5, width, generator=torch.Generator().manual_seed(width))
+        k = torch.randn(batch, 1, 5, width, generator=torch.Generator().manual_seed(width))
         twice = (t.repeat(1, 2).unsqueeze(0) for t in (cos, sin))
         _, theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(k, k, *twice)
         ours = rk.torch_rope_interleaved(k, cos, sin)

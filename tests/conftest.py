@@ -38,7 +38,9 @@ def one_thread():
 
 def build(factory, backend, *args, **kwargs):
     """Build for a named backend; outputs are arguments of the kernel, so that a test can poison and guard them."""
-    options = rope_kernels.C_BACKEND if backend == "c" else {"target": "cuda", "pass_configs": factory.pass_configs}
+    options = (
+        rope_kernels.C_BACKEND if backend == "c" else {"target": "cuda", "pass_configs": factory.cuda_pass_configs}
+    )
     with tilelang.tvm.target.Target(options["target"]):
         return tilelang.compile(factory.func(*args, **kwargs), **options)
 

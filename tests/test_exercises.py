@@ -112,13 +112,16 @@ def turn(keys, angle):
     return rk.torch_rope_neox(keys, angle.cos(), angle.sin())
 
 
-def share_of(compare):
-    def misrounded(x, dtype):
+def elements(compare):
+    def misrounded(x, dtype, rope=rk.torch_rope_neox, positions=4096):
         inv_freq, _ = rk.rope_frequencies(128)
-        exact = rk.torch_rope_neox(x.double(), *rk.rope_table(inv_freq, 4096, dtype=torch.float64))
-        return compare(rk.torch_rope_neox(x, *rk.rope_table(inv_freq, 4096, dtype=dtype)), exact)
+        exact = rope(x.double(), *rk.rope_table(inv_freq, positions, dtype=torch.float64))
+        return compare(rope(x, *rk.rope_table(inv_freq, positions, dtype=dtype)), exact)
 
     return misrounded
+
+
+MISROUNDED = elements(lambda y, exact: y != exact.bfloat16())
 
 
 def cached(mode="neox", rows=slice(None), which=0, ids=lambda positions: positions):
@@ -234,7 +237,7 @@ WRONG = {
         "the largest": lambda dtype: int(torch.finfo(dtype).max),
         "float16's": lambda dtype: 2049,
     },
-    "06_2": {"half": 4096, "twice": 16384, "no power": 8388, "one rounding": 32768, "zero": 0},
+    "06_2": {"half": 4096, "twice": 16384, "no power": 8388, "no integer": 8192.5, "one rounding": 32768, "zero": 0},
     "06_3": {
         "fp16 tables": through(torch.float32, torch.float16),
         "fp16 throughout": through(torch.float16, torch.float16),
@@ -284,10 +287,12 @@ WRONG = {
     },
     "09_1": {"two heads": (2, 520), "row bytes": (3, 512), "all of them": (1, 520), "no more": (3, 0)},
     "09_2": {
-        "not rounded": share_of(lambda y, exact: (y.double() != exact).double().mean().item()),
-        "right ones": share_of(lambda y, exact: (y == exact.bfloat16()).double().mean().item()),
-        "a number": share_of(lambda y, exact: (y != exact.bfloat16()).sum().item()),
-        "off by much": share_of(lambda y, exact: ((y - exact).abs() > 0.01).double().mean().item()),
+        "not rounded": elements(lambda y, exact: y.double() != exact),
+        "right ones": elements(lambda y, exact: y == exact.bfloat16()),
+        "off by much": elements(lambda y, exact: (y - exact).abs() > 0.01),
+        "numbers": elements(lambda y, exact: y - exact.bfloat16()),
+        "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
+        "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
     },
     "09_3": {
         "nothing": lambda cache, new, positions, cos, sin: None,

@@ -4,7 +4,10 @@ Docstrings name the public reports in which other implementations went wrong in 
 """
 
 import importlib.util
+import itertools
 import math
+import operator
+import random
 import re
 import shutil
 import subprocess
@@ -210,7 +213,7 @@ def test_the_cuda_does_not_compile(options):
     rest = {name: value for name, value in options.items() if name != "arch"}
     with tilelang.tvm.target.Target(target):
         function = rk.rope_per_token.func(5, 2, 128, 64, 64, **rest)
-        tilelang.compile(function, target=target, pass_configs={"tl.disable_safe_memory_legalize": True})
+        tilelang.compile(function, target=target, pass_configs=rk.rope_per_token.cuda_pass_configs)
 
 
 def test_widths_that_layout_inference_has_rejected():
@@ -256,7 +259,10 @@ def test_what_the_factory_refuses():
         ({"dtype": "float64"}, "dtype takes one of .*, got 'float64'"),
         ({"dtype": "float16", "table_dtype": "bfloat16"}, "table_dtype takes one of .*, got 'bfloat16'"),
         ({"index_dtype": "int16"}, "index_dtype takes one of .*, got 'int16'"),
-        ({"D": 4098, "R": 4096, "start": 1}, "R=4096 needs 2048 threads a head in neox pairs of bfloat16, over 1024"),
+        (
+            {"D": 4098, "R": 4096, "start": 1},
+            "R=4096 at start=1 of D=4098 needs 2048 threads a head .*over 1024",
+        ),
     ):
         with tilelang.tvm.target.Target("cuda"), pytest.raises(ValueError, match=message):
             rk.rope_per_token.func(**good | changes)
@@ -524,6 +530,50 @@ def test_tensors_that_overlap_are_written_in_place(device):
         with pytest.raises(ValueError, match=f"inplace=True takes {message}"):
             apply_rope(q, k, cos, sin, inplace=True)
     assert torch.equal(base, before)
+
+
+def test_slices_that_share_elements_pass_for_interleaved(device):
+    """Tokens of two slices lie 10 apart, texts 15: what interleaves by token meets in the next text."""
+    buffer, (cos, sin) = draw(40, device=device), tables(9, 4, device=device)
+    before = buffer.clone()
+    q, k = (part.view(2, 3, 5)[:, ::2, :4] for part in (buffer[:30], buffer[5:35]))
+    with pytest.raises(ValueError, match="inplace=True takes q and k that share no element"):
+        apply_rope(q, k, cos, sin, inplace=True)
+    assert torch.equal(buffer, before)
+
+
+def test_alternate_heads_ahead_of_the_tokens_are_refused(device):
+    x, (cos, sin) = draw(6, 2, 64, device=device).transpose(0, 1), tables(9, device=device)
+    value = right(x, cos, sin, torch.arange(2))
+    apply_rope(x[:, 0::2], x[:, 1::2], cos, sin, inplace=True)
+    assert_rounded_once(x, value)
+
+
+def test_layouts_that_share_an_element_are_taken_for_disjoint():
+    """Against the sets of all addresses, over small layouts drawn at random."""
+    draws, accepted = random.Random(0), 0
+    for _ in range(5000):
+        shapes = [tuple(draws.randint(1, 3) for _ in range(3)) for _ in range(2)]
+        strides = [(*(draws.choice((1, 2, 3, 4, 6, 8, 9, 12, 18, 20)) for _ in range(2)), 1) for _ in range(2)]
+        strides[1] = draws.choice(strides)
+        apart = draws.randint(0, 30)
+        reached = [
+            {first + sum(map(operator.mul, index, stride)) for index in itertools.product(*map(range, shape))}
+            for shape, stride, first in zip(shapes, strides, (0, apart), strict=True)
+        ]
+        disjoint = rk._disjoint(shapes[0], strides[0], shapes[1], strides[1], apart)
+        accepted += disjoint
+        assert not (disjoint and reached[0] & reached[1])
+    assert accepted > 500
+
+
+@pytest.mark.parametrize("strides", [(1, 40, 1), (0, 1, 1), (4, 40, 1)])
+def test_sliding_windows_are_refused_or_mixed_up(device, strides):
+    """Channels that are reached by the tokens as well: out of place they are read like any others."""
+    cos, sin = tables(9, 8, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        q = draw(400, dtype=dtype, device=device).as_strided((4, 2, 8), strides)
+        assert_rounded_once(apply_rope(q, q, cos, sin)[1], right(q, cos, sin, torch.arange(4)))
 
 
 def test_partial_rotation_takes_other_channels(device):

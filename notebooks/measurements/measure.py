@@ -3,11 +3,11 @@
     python notebooks/measurements/measure.py --out notebooks/measurements/h200.json
 
 Each time is the median over replays of a CUDA graph that walks through several sets of buffers, together larger
-than the L2 cache, filled with random data; each kernel is checked against its reference before it is timed. Where
-results lie in memory moves a time by percents, so every graph is captured anew in each of several rounds, the
-implementations in turn. A copy of x in the same run is the yardstick: it moves 2·S·R·e bytes, with e the bytes of an
-element. Hardware counters come from Nsight Compute (`ncu`), which runs this file once; without it that part stays
-empty. The file is written after every part: one that was cut short lacks the later parts.
+than the L2 cache, filled with random data; kernels ①–④ and the peers are checked against the references before that.
+Where results lie in memory moves a time by percents, so for ④ and the peers every graph is captured anew in each of
+several rounds, the implementations in turn. A copy of x in the same run is the yardstick: it moves 2·S·R·e bytes, with
+e the bytes of an element. Hardware counters come from Nsight Compute (`ncu`), which runs this file once; without it
+that part stays empty. The file is written after every part: one that was cut short lacks the later parts.
 
 The variants of the kernels that differ in one thing, which the notebooks compare, are declared here.
 """
@@ -518,12 +518,19 @@ HINTS = ("evict_last", "evict_normal", "evict_first")  # the first is the kernel
 
 def hinted(hint):
     """Kernel ④ for rows 0, 1, …, built with another hint for its reads of x: one word of the generated CUDA."""
+
+    def replaced(code, _):
+        assert code.count("L2::evict_last") == 1
+        return code.replace("L2::evict_last", f"L2::{hint}")
+
     function = rk.rope_per_token.func(32, 8, 128, 128, index_dtype=None, width=8)
     tilelang.disable_cache()  # it does not know of the replacement
-    register_cuda_postproc(lambda code, _: code.replace("L2::evict_last", f"L2::{hint}"))
-    kernel = tilelang.compile(function, pass_configs=rk.rope_per_token.pass_configs)
-    register_cuda_postproc(lambda code, _: code)
-    tilelang.enable_cache()
+    register_cuda_postproc(replaced)
+    try:
+        kernel = tilelang.compile(function, pass_configs=rk.rope_per_token.pass_configs)
+    finally:
+        register_cuda_postproc(lambda code, _: code)
+        tilelang.enable_cache()
     return kernel.adapter._get_executable()
 
 
