@@ -133,6 +133,15 @@ def check_02_3(equal_rows):
     for name in unseen:
         if bool(equal_rows(sc.WRONG[name])) == (name in place_matters):
             yield f"it {'misses' if name in place_matters else 'catches'} {name!r}"
+    for token, head in ((3, 0), (22, 5)):
+
+        def one_row_off(x, cos, sin, row=token * sc.HEADS + head):
+            y = rk.torch_rope_neox(x, cos, sin)
+            y[row] *= -1
+            return y
+
+        if equal_rows(one_row_off):
+            yield f"it misses a wrong row at token {token}, head {head}"
 
 
 # ------------------------------------------------------------------------------------------ 03 the naive kernel

@@ -176,6 +176,8 @@ WRONG = {
         "no": lambda candidate: False,
         "heads alone": rows_equal(tokens=slice(0, 1)),
         "two tokens": rows_equal(tokens=slice(0, 1), heads=slice(0, 1)),
+        "every second token": rows_equal(tokens=slice(0, None, 2)),
+        "first and last head": rows_equal(heads=slice(0, None, sc.HEADS - 1)),
         "agreement": lambda candidate: sc.CHECKS["agreement"](candidate, "neox"),
     },
     "03_1": {
