@@ -537,7 +537,7 @@ def test_table_follows_autocast_or_default_dtype(device):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(result, expected, strict=True))
 
 
-# --------------------------------------------------------------------------------------- the reported faults --------
+# ------------------------------------------------------------------------------------------- the reported faults
 
 
 def test_wrong_convention_after_weight_conversion():
@@ -657,8 +657,7 @@ def test_partial_rotates_the_wrong_channels(mode, start, expected):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", ROTATIONS)
 def test_untouched_channels_lose_bits(mode, dtype):
-    """ml-explore/mlx-lm#1698: NaN payloads, −0.0, infinities and subnormals of the other channels survive to the bit.
-    ml-explore/mlx-lm#1698: NaN payloads, −0.0, infinities and subnormals of the other channels survive to the bit."""
+    """ml-explore/mlx-lm#1698: NaN payloads, −0.0, infinities, subnormals of the other channels survive to the bit."""
     generator = torch.Generator().manual_seed(3)
     integer = INTEGER_VIEW[dtype.itemsize]
     limits = torch.iinfo(integer)

@@ -414,8 +414,16 @@ def op_record(implementation, pairing, direction, case, times, ledger_bytes, cop
     return {**made, **about, **dataclasses.asdict(case)}
 
 
-def tables(case):
-    return rk.rope_table(rk.rope_frequencies(case.D)[0].cuda(), TABLE_ROWS)
+@functools.cache
+def tables(D):
+    return rk.rope_table(rk.rope_frequencies(D)[0].cuda(), TABLE_ROWS)
+
+
+def rotation(reads):
+    """Return how many sets of buffers a graph walks through, for launches that read so many bytes each."""
+    # before one comes round again 16 times the L2 cache has been read, 4 times where that would take many launches
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return min(3072, max(3, -(-(16 if reads > 1e6 else 4) * l2_bytes // reads)))
 
 
 def check(got, case, q, k, cos, sin, pairing, tolerance):
@@ -430,7 +438,7 @@ def check(got, case, q, k, cos, sin, pairing, tolerance):
 
 def ours(name, case, pairing, inverse):
     """Return the call of apply_rope that goes by this name, as a function of q, k and ids."""
-    cos, sin = tables(case)
+    cos, sin = tables(case.D)
     if "q's dtype" in name:
         cos, sin = (table.to(getattr(torch, case.dtype)) for table in (cos, sin))
     gathered, options = "no ids" not in name, {"mode": pairing, "inverse": inverse, "inplace": "in place" in name}
@@ -439,7 +447,7 @@ def ours(name, case, pairing, inverse):
 
 def prepare(case, pairing, direction, q, k, ids):
     """Check apply_rope and its peers at this case; return those that run, as launches, and the ones skipped."""
-    cos, sin = tables(case)
+    cos, sin = tables(case.D)
     row = torch.arange(case.tokens, device="cuda")
     inverse = direction == "backward"
     sign = -1 if inverse else 1
@@ -468,10 +476,8 @@ def prepare(case, pairing, direction, q, k, ids):
 
 def measure_op(case):
     """Time a copy, apply_rope and its peers; return their records and the peers that were skipped."""
-    l2_bytes, size = torch.cuda.get_device_properties(0).L2_cache_size, 4 if case.dtype == "float32" else 2
-    # what is read before a buffer comes round again: 16 times the L2 cache, 4 times where that takes many calls
-    reads = case.elements() * size
-    count = min(3072, max(3, -(-(16 if reads > 1e6 else 4) * l2_bytes // reads)))
+    reads = case.elements() * (4 if case.dtype == "float32" else 2)
+    count = rotation(reads)
     sets = [case.tensors() for _ in range(count)]
     flat = [[torch.randn(case.elements(), device="cuda").to(sets[0][0].dtype) for _ in range(2)] for _ in sets]
     ways = {"driver": lambda x, y: y.copy_(x), "kernel": lambda x, y: torch.neg(x, out=y)}
@@ -536,10 +542,8 @@ def hinted(hint):
 
 def measure_hints(case):
     """Time kernel ④ with each hint: alone, and between a kernel that writes its input and one that reads its result."""
-    cos, sin = (table[: case.tokens] for table in tables(case))
-    reads = 2 * case.elements()
-    count = max(3, -(-16 * torch.cuda.get_device_properties(0).L2_cache_size // reads))
-    pairs = [case.tensors()[:2] for _ in range(count)]
+    cos, sin = (table[: case.tokens] for table in tables(case.D))
+    pairs = [case.tensors()[:2] for _ in range(rotation(2 * case.elements()))]
     sets = [(q, k, torch.empty_like(q), torch.empty_like(k)) for q, k in pairs]
     written, rotated = ([torch.empty_like(x) for x in sets[0][:2]] for _ in range(2))
 
@@ -590,7 +594,7 @@ def host_times(call, calls=200, repeats=15):
 def measure_host(case):
     """Time the issuing of one eager call without gradients: apply_rope, its bare kernel, and the peers."""
     q, k, ids = case.tensors()
-    cos, sin = tables(case)
+    cos, sin = tables(case.D)
     y, z, row = torch.empty_like(q), torch.empty_like(k), torch.arange(case.tokens, device="cuda")
     rk.apply_rope(q, k, cos, sin, ids)
     description = (q.shape, case.heads_k, q.stride(), k.stride(), 0, q.dtype, case.D // 2, cos.dtype, ids.dtype)
@@ -685,7 +689,7 @@ def launch_each():
         build()(*inputs(LARGE, "float16", columns))
     for mode in COUNTED_MODES.values():
         q, k, _ = COUNTED_OP.tensors()
-        rk.apply_rope(q, k, *tables(COUNTED_OP), mode=mode)
+        rk.apply_rope(q, k, *tables(COUNTED_OP.D), mode=mode)
     torch.cuda.synchronize()
 
 
