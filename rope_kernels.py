@@ -497,6 +497,8 @@ def rope_per_token(
     Strides: channels side by side; on CUDA free otherwise, with addresses and strides multiples of `width` elements,
     the widest access taken; on the C backend they are constants, strides=(q's, k's, y's, z's, positions').
     per_thread: heads a thread takes, for speed alone: 2 with many tokens, 1 with few.
+    Launch: from sm_90 on its start overlaps the end of the kernel before it in the stream (programmatic dependent
+    launch); nothing is read or written before that kernel has ended.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
     Errors: ValueError naming the argument that is out of range, TypeError for non-integers.
     Source: this repository; notebook 09 counts the bytes that it saves.
@@ -527,7 +529,10 @@ def rope_per_token(
         if value not in allowed:
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
     target = tilelang.tvm.target.Target.current(allow_none=True)
+    if target is None and tilelang.tvm.cuda().exist:
+        target = tilelang.tvm.target.Target.from_device("cuda")
     serial = target is not None and target.kind.name == "c"  # there are no threads to bind
+    overlapped = target is not None and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
     if serial and "bfloat16" in (dtype, table_dtype):
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
     if serial and (batched or strides is None):
@@ -552,33 +557,31 @@ def rope_per_token(
     piece_pairs = pairs // pieces
     slots = max(1, 64 // per_thread // lanes)  # heads side by side in a block
     groups = -(-(heads_q + heads_k) // (slots * per_thread))
-    rest = (D - R) // piece
+    rest = (D - R) // piece  # pieces of a head that pass as they are: a thread takes up to 8 at once
+    at_once = max(1, min(8, -(-rest // lanes)))
+    rounds = 0 if inplace else -(-rest // (at_once * lanes))
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
 
     if lanes > 1024 and not serial:
         raise ValueError(f"R={R} at start={start} of D={D} needs {lanes} threads a head in {mode} pairs, over 1024")
 
-    # Loads of 16 bytes in PTX, for two things that TileLang has no word for. x is read with the hint that L2 keep it,
+    # Loads of 16 bytes in PTX, for two things that TileLang has no word for. They carry the hint that L2 keep the line,
     # which is faster with many tokens and, against no hint, costs the kernels around it nothing (see notebook 09). And
     # nvcc leaves the table's loads in their branch, behind all loads of x; plain ones it predicates and puts before the
-    # last of x, which then waits for the id as well. No thread reads what another has written, or it itself.
-    space = "global" if inplace else "global.nc"
-    prelude = f"""
-static __device__ __forceinline__ void load_16(void* to, const void* from, bool keep) {{
+    # last of x, which then waits for the id as well. volatile: none may rise above the wait for what ran before.
+    prelude = """
+static __device__ __forceinline__ void load_16(void* to, const void* from) {
   uint4 v;
 #if __CUDA_ARCH__ >= 800
   unsigned long long policy;
-  if (keep)
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  else
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  asm("ld.{space}.L2::cache_hint.v4.u32 {{%0, %1, %2, %3}}, [%4], %5;"
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
 #else
   v = *(const uint4*)from;
 #endif
   *(uint4*)to = v;
-}}
+}
 """
 
     S, P = T.dynamic("S"), T.dynamic("P")
@@ -594,8 +597,11 @@ static __device__ __forceinline__ void load_16(void* to, const void* from, bool 
         (lead, id_strides, index_dtype) if gathered else ((P, half), (half, 1), table_dtype)
     )
 
+    def beside(channel):  # the rotated ones, which it counts without
+        return channel + T.if_then_else(channel < start, 0, R)
+
     @T.macro
-    def load(vector, at, source, index, count, bytes_each, keep):
+    def load(vector, at, source, index, count, bytes_each):
         if not serial and count * bytes_each % 16 == 0:
             for i in T.unroll(count * bytes_each // 16):
                 j = i * (16 // bytes_each)
@@ -604,29 +610,41 @@ static __device__ __forceinline__ void load_16(void* to, const void* from, bool 
                     "load_16",
                     T.address_of(vector[at + j]),
                     T.address_of(source[(*index[:-1], index[-1] + j)]),
-                    keep,
                 )
         else:
             for j in elements(count):
                 vector[at + j] = source[(*index[:-1], index[-1] + j)]
 
     @T.macro
-    def rotate(x, y, cos, sin, positions, token, first, count, lane, x_vec, cos_vec, sin_vec):
+    def load_rest(vector, n, x, at, m, lane):
+        for i in T.unroll(at_once):
+            channel = ((m * at_once + i) * lanes + lane) * piece
+            if channel < rest * piece:
+                load(vector, (n * at_once + i) * piece, x, (*at, beside(channel)), piece, size)
+
+    @T.macro
+    def rotate(x, y, cos, sin, positions, token, first, count, lane):
+        x_vec = T.alloc_local((per_thread * parts * vec,), dtype)
+        cos_vec = T.alloc_local((pairs,), table_dtype)
+        sin_vec = T.alloc_local((pairs,), table_dtype)
+        rest_vec = T.alloc_local((per_thread * at_once * piece,), dtype)
         for n in T.unroll(per_thread):
             head = first + n * slots
             if (head >= 0) & (head < count):
                 for part in T.unroll(parts):
                     for i in T.unroll(vec // piece):
                         channel = start + part * half + lane * vec + i * piece
-                        load(x_vec, (n * parts + part) * vec + i * piece, x, (*token, head, channel), piece, size, True)
+                        load(x_vec, (n * parts + part) * vec + i * piece, x, (*token, head, channel), piece, size)
+                if rounds:
+                    load_rest(rest_vec, n, x, (*token, head), 0, lane)
         row = positions[token] if gathered else token[-1]  # after the loads of x, so that the two latencies overlap
         if (row >= 0) & (row < cos.shape[0]):
             for part in T.unroll(pieces):
                 column = part * (half // 2) + lane * piece_pairs
-                load(cos_vec, part * piece_pairs, cos, (row, column), piece_pairs, table_size, False)
+                load(cos_vec, part * piece_pairs, cos, (row, column), piece_pairs, table_size)
             for part in T.unroll(pieces):
                 column = part * (half // 2) + lane * piece_pairs
-                load(sin_vec, part * piece_pairs, sin, (row, column), piece_pairs, table_size, False)
+                load(sin_vec, part * piece_pairs, sin, (row, column), piece_pairs, table_size)
         else:
             for j in T.unroll(pairs):
                 cos_vec[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)  # NaN
@@ -648,42 +666,42 @@ static __device__ __forceinline__ void load_16(void* to, const void* from, bool 
                         for j in elements(piece):
                             channel = start + part * half + lane * vec + i * piece + j
                             y[(*token, head, channel)] = x_vec[(n * parts + part) * vec + i * piece + j]
-                if rest and not inplace:
-                    for m in T.serial(-(-rest // lanes)):
-                        if m * lanes + lane < rest:
-                            channel = (m * lanes + lane) * piece
-                            channel = channel + T.if_then_else(channel < start, 0, R)
+                for m in T.serial(rounds):
+                    if m > 0:
+                        load_rest(rest_vec, n, x, (*token, head), m, lane)
+                    for i in T.unroll(at_once):
+                        channel = ((m * at_once + i) * lanes + lane) * piece
+                        if channel < rest * piece:
                             for j in elements(piece):
-                                y[(*token, head, channel + j)] = x[(*token, head, channel + j)]
+                                y[(*token, head, beside(channel) + j)] = rest_vec[(n * at_once + i) * piece + j]
 
     @T.macro
-    def heads(q, k, y, z, cos, sin, positions, token, group, item, x_vec, cos_vec, sin_vec):
+    def heads(q, k, y, z, cos, sin, positions, token, group, item):
         first = group * slots * per_thread + item // lanes
         lane = item % lanes
         if first < heads_q:
-            rotate(q, y, cos, sin, positions, token, first, heads_q, lane, x_vec, cos_vec, sin_vec)
+            rotate(q, y, cos, sin, positions, token, first, heads_q, lane)
         if heads_k:  # noqa: SIM102 - the first is settled when the kernel is built
             if first + (per_thread - 1) * slots >= heads_q:
-                rotate(k, z, cos, sin, positions, token, first - heads_q, heads_k, lane, x_vec, cos_vec, sin_vec)
+                rotate(k, z, cos, sin, positions, token, first - heads_q, heads_k, lane)
 
     @T.macro
     def launch(q, k, y, z, cos, sin, positions):
         with T.Kernel(S * groups, B, threads=slots * lanes, prelude=None if serial else prelude) as (block, b):
-            x_vec = T.alloc_local((per_thread * parts * vec,), dtype)
-            cos_vec = T.alloc_local((pairs,), table_dtype)
-            sin_vec = T.alloc_local((pairs,), table_dtype)
             if width > 1 and not serial:
                 for tensor_strides in strides[: 2 if inplace else 4]:
                     for stride in tensor_strides:
                         T.assume(stride % width == 0)
+            if overlapped:  # this block may be up while the kernel before still runs: wait for its end
+                T.pdl_sync()
             at = T.alloc_var("int32", init=block // groups)  # divided once, in 32 bits: offsets are 64 bits wide
             token = (b, at) if batched else (at,)
             if serial:
                 for item in T.serial(slots * lanes):
-                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
+                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item)
             else:
                 item = T.get_thread_binding()
-                heads(q, k, y, z, cos, sin, positions, token, block % groups, item, x_vec, cos_vec, sin_vec)
+                heads(q, k, y, z, cos, sin, positions, token, block % groups, item)
 
     if inplace:
 

@@ -74,10 +74,9 @@ def table(header, rows):
 def cuda_source(factory, *args, **kwargs):
     """Return the body of the CUDA kernel that TileLang generates for an sm_90 GPU; no GPU is needed."""
     target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
-    factory.func.set_mode("lazy")
     settings = tilelang.tvm.transform.PassContext(config=getattr(factory, "cuda_pass_configs", None) or {})
-    with target, settings:  # not factory.get_tir, which would enter this machine's own target
-        source = tilelang.lower(factory.func(*args, **kwargs), target=target).kernel_source
+    with target, settings:  # orig_func, because the factory would keep what was made for a GPU that isn't here
+        source = tilelang.lower(factory.func.orig_func(*args, **kwargs), target=target).kernel_source
     return source[source.rindex('extern "C"') :].rstrip() + "\n"
 
 

@@ -150,6 +150,7 @@ KERNELS = [
     dict(heads_q=5, heads_k=5, D=96, R=96, mode="interleaved", dtype="float32", inplace=True),
     dict(heads_q=12, heads_k=0, D=192, R=64, start=128, inplace=True, inverse=True),
     dict(heads_q=2, heads_k=1, D=8, R=6, start=0, dtype="float32", ids=None),
+    dict(heads_q=3, heads_k=1, D=160, R=8, start=64),  # more passes than a thread holds at once
 ]
 
 
@@ -212,8 +213,44 @@ def test_the_cuda_does_not_compile(options):
     target = {"kind": "cuda", "arch": options["arch"]}
     rest = {name: value for name, value in options.items() if name != "arch"}
     with tilelang.tvm.target.Target(target):
-        function = rk.rope_per_token.func(5, 2, 128, 64, 64, **rest)
+        function = rk.rope_per_token.__wrapped__(5, 2, 128, 64, 64, **rest)
         tilelang.compile(function, target=target, pass_configs=rk.rope_per_token.cuda_pass_configs)
+
+
+OVERLAPPED = {
+    "gathered": {"width": 8},
+    "narrow": {"width": 1, "mode": "interleaved"},
+    "in place": {"width": 8, "inplace": True, "index_dtype": None},
+}
+
+
+def lowered(arch, options):
+    """The whole CUDA text of kernel ④ for this GPU, with a part of each head passed on."""
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
+    with target, tilelang.tvm.transform.PassContext(config=rk.rope_per_token.cuda_pass_configs):
+        function = rk.rope_per_token.__wrapped__(5, 2, 128, 64, 64, **options)
+        return tilelang.lower(function, target=target).kernel_source
+
+
+@pytest.mark.parametrize("options", OVERLAPPED.values(), ids=OVERLAPPED)
+def test_overlapped_start_reads_before_it_waits(options):
+    """From sm_90 on blocks come up before the kernel ahead of them has ended."""
+    wait = "cudaGridDependencySynchronize();"
+    source = lowered("sm_90", options)
+    body = source[source.rindex('extern "C"') :]
+    accesses = [body.index(text) for text in ("&(q[" if options["width"] == 8 else "q[", "cos_1[")]
+    assert body.index(wait) < min(accesses) and source.count(wait) == 1
+    assert "__restrict__" not in source  # it lets nvcc move a load above anything
+    assert wait not in lowered("sm_80", options)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler, nvcc")
+@pytest.mark.parametrize("options", OVERLAPPED.values(), ids=OVERLAPPED)
+def test_nvcc_moves_a_read_above_the_wait(options):
+    with tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"}):
+        ptx = tilelang.contrib.nvcc.get_ptx_from_source(lowered("sm_90", options))
+    body = ptx[ptx.index(".entry rope_kernel") :]
+    assert body.index("griddepcontrol.wait") < min(body.index("ld.global"), body.index("st.global"))
 
 
 def test_widths_that_layout_inference_has_rejected():
@@ -913,6 +950,42 @@ def test_graph_replay_repeats_the_captured_positions(inplace):
         eager = apply_rope(q, k, cos, sin, ids)
         assert torch.equal(y, eager[0]) and torch.equal(z, eager[1])
         assert_rounded_once(y, right(q, cos, sin, ids))
+
+
+@needs_cuda
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_overlapped_start_reads_what_is_not_written_yet(tokens):
+    """On a stream each kernel reads what the one before it wrote, though its start may overlap that one's end."""
+    (q, k), (cos, sin) = draw_qk(tokens, torch.bfloat16, "cuda"), tables(99, device="cuda")
+    ids = torch.randint(1, 99, (tokens,), device="cuda")
+    turned = [x.clone() for x in (q, k)]
+    for _ in range(30):
+        apply_rope(*turned, cos, sin, ids, inplace=True)
+        torch.cuda.synchronize()
+    y, z = apply_rope(q, k, cos, sin, ids)
+    assert_rounded_once(y, right(q, cos, sin, ids))
+    work, chain, wrong = [x.clone() for x in (q, k)], [x.clone() for x in (q, k)], []
+    torch.cuda.synchronize()
+
+    def steps():
+        for sign in (-1, 1) * 30:
+            for x in work:
+                torch.neg(x, out=x)
+            results = apply_rope(*work, cos, sin, ids)
+            wrong.extend((got != sign * one).sum() for got, one in zip(results, (y, z), strict=True))
+        for x, start in zip(chain, (q, k), strict=True):
+            x.copy_(start)
+        for _ in range(30):
+            apply_rope(*chain, cos, sin, ids, inplace=True)
+        wrong.extend((got != one).sum() for got, one in zip(chain, turned, strict=True))
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    for _ in range(5):
+        graph.replay()
+        assert sum(int(count) for count in wrong) == 0
 
 
 SHARDED = """

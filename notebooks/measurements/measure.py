@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
@@ -517,19 +518,24 @@ def warm_up(cases):
     torch.cuda.empty_cache()
 
 
-# ------------------------------------------------------------------------------------- what a cache hint does
+# --------------------------------------------------------------- what a cache hint and an overlapped start do
 
 HINTS = ("evict_last", "evict_normal", "evict_first")  # the first is the kernel's own
+STARTS = ("overlapped", "plain")  # likewise
 
 
-def hinted(hint):
-    """Kernel ④ for rows 0, 1, …, built with another hint for its reads of x: one word of the generated CUDA."""
+def variant(tokens, hint, start):
+    """Kernel ④ for rows 0, 1, …, with another hint for its loads or with its start as launches have it by default."""
 
     def replaced(code, _):
         assert code.count("L2::evict_last") == 1
         return code.replace("L2::evict_last", f"L2::{hint}")
 
-    function = rk.rope_per_token.func(32, 8, 128, 128, index_dtype=None, width=8)
+    # the factory asks this function whether the GPU can overlap launches
+    without = mock.patch.object(tilelang.contrib.nvcc, "have_pdl", return_value=False)
+    with without if start == "plain" else contextlib.nullcontext():
+        per_thread = 1 if tokens <= 512 else 2  # as apply_rope chooses
+        function = rk.rope_per_token.__wrapped__(32, 8, 128, 128, index_dtype=None, width=8, per_thread=per_thread)
     tilelang.disable_cache()  # it does not know of the replacement
     register_cuda_postproc(replaced)
     try:
@@ -540,8 +546,8 @@ def hinted(hint):
     return kernel.adapter._get_executable()
 
 
-def measure_hints(case):
-    """Time kernel ④ with each hint: alone, and between a kernel that writes its input and one that reads its result."""
+def measure_variants(case, variants):
+    """Time variants of kernel ④: alone, and between a kernel that writes its input and one that reads its result."""
     cos, sin = (table[: case.tokens] for table in tables(case.D))
     pairs = [case.tensors()[:2] for _ in range(rotation(2 * case.elements()))]
     sets = [(q, k, torch.empty_like(q), torch.empty_like(k)) for q, k in pairs]
@@ -556,8 +562,8 @@ def measure_hints(case):
             torch.neg(x, out=out)
 
     launches = {}
-    for hint in HINTS:
-        kernel = hinted(hint)
+    for chosen in variants:
+        kernel = variant(case.tokens, *chosen)
 
         def alone(q, k, y, z, kernel=kernel):
             kernel(q, k, cos, sin, cos, y, z)
@@ -567,11 +573,12 @@ def measure_hints(case):
             kernel(*written, cos, sin, cos, *rotated)
             after(y, z)
 
-        launches[hint, "alone"], launches[hint, "between two kernels"] = alone, between
+        launches[*chosen, "alone"], launches[*chosen, "between two kernels"] = alone, between
     records = []
-    for (hint, place), times in rounds(launches, sets, 6).items():
-        records.append({"hint": hint, "place": place, "tokens": case.tokens, **summary("rope_per_token", times)})
-        print(f"{hint:14} {place:20} tokens={case.tokens} {records[-1]['median_us']:9.2f} µs", flush=True)
+    for (hint, start, place), times in rounds(launches, sets, 2 if len(sets) > 1000 else 6).items():
+        about = {"hint": hint, "start": start, "place": place, "tokens": case.tokens}
+        records.append({**about, **summary("rope_per_token", times)})
+        print(f"{hint:14} {start:12} {place:20} tokens={case.tokens} {records[-1]['median_us']:9.2f} µs", flush=True)
     return records
 
 
@@ -764,8 +771,11 @@ def main():
     cases = [*LLAMA, TILEOPS_CLAIM, *OTHER_SHAPES]
     warm_up(cases)
     write(host_records=measure_host(LLAMA[1]), cpu_records=measure_cpu())
-    for case in (LLAMA[3], LLAMA[4]):
-        write(hint_records=measure_hints(case))
+    for case in LLAMA[:5]:
+        variants = [(HINTS[0], start) for start in STARTS]
+        if case.tokens >= 2048:
+            variants += [(hint, STARTS[0]) for hint in HINTS[1:]]
+        write(variant_records=measure_variants(case, variants))
     for case in cases:
         records, skipped = measure_op(case)
         write(op_records=records, op_skipped=skipped)
