@@ -600,43 +600,75 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
     def beside(channel):  # the rotated ones, which it counts without
         return channel + T.if_then_else(channel < start, 0, R)
 
+    def load_16(to, address):
+        T.evaluate(T.call_extern("handle", "load_16", T.address_of(to), address))
+
     @T.macro
     def load(vector, at, source, index, count, bytes_each):
         if not serial and count * bytes_each % 16 == 0:
             for i in T.unroll(count * bytes_each // 16):
                 j = i * (16 // bytes_each)
-                T.call_extern(
-                    "handle",
-                    "load_16",
-                    T.address_of(vector[at + j]),
-                    T.address_of(source[(*index[:-1], index[-1] + j)]),
-                )
+                load_16(vector[at + j], T.address_of(source[(*index[:-1], index[-1] + j)]))
         else:
             for j in elements(count):
                 vector[at + j] = source[(*index[:-1], index[-1] + j)]
 
     @T.macro
-    def load_rest(vector, n, x, at, m, lane):
+    def load_head(vector, at, x, more, count, both, token, head, channel):
+        if not both:
+            load(vector, at, x, (*token, head, channel), piece, size)
+        elif not serial and piece * size == 16:  # a choice of address and no branch
+            load_16(
+                vector[at],
+                T.if_then_else(
+                    head < count,
+                    T.address_of(x[(*token, head, channel)]),
+                    T.address_of(more[(*token, head - count, channel)]),
+                ),
+            )
+        elif head < count:
+            load(vector, at, x, (*token, head, channel), piece, size)
+        else:
+            load(vector, at, more, (*token, head - count, channel), piece, size)
+
+    @T.macro
+    def load_rest(vector, n, x, more, count, both, token, head, m, lane):
         for i in T.unroll(at_once):
             channel = ((m * at_once + i) * lanes + lane) * piece
             if channel < rest * piece:
-                load(vector, (n * at_once + i) * piece, x, (*at, beside(channel)), piece, size)
+                load_head(vector, (n * at_once + i) * piece, x, more, count, both, token, head, beside(channel))
 
     @T.macro
-    def rotate(x, y, cos, sin, positions, token, first, count, lane):
+    def store_head(x_vec, rest_vec, n, x, y, token, head, lane):
+        for part in T.unroll(parts):
+            for i in T.unroll(vec // piece):
+                for j in elements(piece):
+                    channel = start + part * half + lane * vec + i * piece + j
+                    y[(*token, head, channel)] = x_vec[(n * parts + part) * vec + i * piece + j]
+        for m in T.serial(rounds):
+            if m > 0:
+                load_rest(rest_vec, n, x, x, 0, False, token, head, m, lane)
+            for i in T.unroll(at_once):
+                channel = ((m * at_once + i) * lanes + lane) * piece
+                if channel < rest * piece:
+                    for j in elements(piece):
+                        y[(*token, head, beside(channel) + j)] = rest_vec[(n * at_once + i) * piece + j]
+
+    # heads 0 … count−1 are those of x; if both, the next ones, up to the last, are those of more
+    @T.macro
+    def rotate(x, more, y, z, cos, sin, positions, token, first, count, last, both, lane):
         x_vec = T.alloc_local((per_thread * parts * vec,), dtype)
         cos_vec = T.alloc_local((pairs,), table_dtype)
         sin_vec = T.alloc_local((pairs,), table_dtype)
         rest_vec = T.alloc_local((per_thread * at_once * piece,), dtype)
         for n in T.unroll(per_thread):
-            head = first + n * slots
-            if (head >= 0) & (head < count):
-                for part in T.unroll(parts):
-                    for i in T.unroll(vec // piece):
-                        channel = start + part * half + lane * vec + i * piece
-                        load(x_vec, (n * parts + part) * vec + i * piece, x, (*token, head, channel), piece, size)
-                if rounds:
-                    load_rest(rest_vec, n, x, (*token, head), 0, lane)
+            head = T.min(first + n * slots, last)  # threads to spare read along: a branch here would hold up the id
+            for part in T.unroll(parts):
+                for i in T.unroll(vec // piece):
+                    channel = start + part * half + lane * vec + i * piece
+                    load_head(x_vec, (n * parts + part) * vec + i * piece, x, more, count, both, token, head, channel)
+            if rounds:
+                load_rest(rest_vec, n, x, more, count, both, token, head, 0, lane)
         row = positions[token] if gathered else token[-1]  # after the loads of x, so that the two latencies overlap
         if (row >= 0) & (row < cos.shape[0]):
             for part in T.unroll(pieces):
@@ -650,40 +682,34 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
                 cos_vec[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)  # NaN
                 sin_vec[j] = cos_vec[j]
         for n in T.unroll(per_thread):
+            for j in T.unroll(pairs):
+                c = T.cast(cos_vec[j], "float32")
+                s = T.cast(sin_vec[j], "float32") * (-1.0 if inverse else 1.0)
+                one = n * parts * vec + (j if mode == "neox" else 2 * j)
+                other = one + (vec if mode == "neox" else 1)
+                a = T.cast(x_vec[one], "float32")
+                b = T.cast(x_vec[other], "float32")
+                x_vec[one] = T.cast(a * c - b * s, dtype)
+                x_vec[other] = T.cast(b * c + a * s, dtype)
             head = first + n * slots
-            if (head >= 0) & (head < count):
-                for j in T.unroll(pairs):
-                    c = T.cast(cos_vec[j], "float32")
-                    s = T.cast(sin_vec[j], "float32") * (-1.0 if inverse else 1.0)
-                    one = n * parts * vec + (j if mode == "neox" else 2 * j)
-                    other = one + (vec if mode == "neox" else 1)
-                    a = T.cast(x_vec[one], "float32")
-                    b = T.cast(x_vec[other], "float32")
-                    x_vec[one] = T.cast(a * c - b * s, dtype)
-                    x_vec[other] = T.cast(b * c + a * s, dtype)
-                for part in T.unroll(parts):
-                    for i in T.unroll(vec // piece):
-                        for j in elements(piece):
-                            channel = start + part * half + lane * vec + i * piece + j
-                            y[(*token, head, channel)] = x_vec[(n * parts + part) * vec + i * piece + j]
-                for m in T.serial(rounds):
-                    if m > 0:
-                        load_rest(rest_vec, n, x, (*token, head), m, lane)
-                    for i in T.unroll(at_once):
-                        channel = ((m * at_once + i) * lanes + lane) * piece
-                        if channel < rest * piece:
-                            for j in elements(piece):
-                                y[(*token, head, beside(channel) + j)] = rest_vec[(n * at_once + i) * piece + j]
+            if head < count:
+                store_head(x_vec, rest_vec, n, x, y, token, head, lane)
+            elif both:  # noqa: SIM102 - the first is settled when the kernel is built
+                if head <= last:
+                    store_head(x_vec, rest_vec, n, more, z, token, head - count, lane)
 
     @T.macro
     def heads(q, k, y, z, cos, sin, positions, token, group, item):
         first = group * slots * per_thread + item // lanes
         lane = item % lanes
-        if first < heads_q:
-            rotate(q, y, cos, sin, positions, token, first, heads_q, lane)
-        if heads_k:  # noqa: SIM102 - the first is settled when the kernel is built
-            if first + (per_thread - 1) * slots >= heads_q:
-                rotate(k, z, cos, sin, positions, token, first - heads_q, heads_k, lane)
+        if heads_k == 0:
+            rotate(q, q, y, y, cos, sin, positions, token, first, heads_q, heads_q - 1, False, lane)
+        elif heads_q % (slots * per_thread):  # a block may have heads of both
+            rotate(q, k, y, z, cos, sin, positions, token, first, heads_q, heads_q + heads_k - 1, True, lane)
+        elif group * slots * per_thread < heads_q:
+            rotate(q, q, y, y, cos, sin, positions, token, first, heads_q, heads_q - 1, False, lane)
+        else:
+            rotate(k, k, z, z, cos, sin, positions, token, first - heads_q, heads_k, heads_k - 1, False, lane)
 
     @T.macro
     def launch(q, k, y, z, cos, sin, positions):

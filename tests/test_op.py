@@ -177,14 +177,15 @@ def accesses(*args, **kwargs):
         for kind, name in re.findall(r"\*\((\w+)\*\)\((q|k|y|z|cos|sin)(?:_1)? \+", line):
             found.setdefault(name, set()).add(sizes[kind])
         for name in re.findall(r"\b(q|k|y|z|cos|sin)(?:_1)?\[", line):
-            found.setdefault(name, set()).add(16 if "load_16" in line else 0)
+            found.setdefault(name, set()).add(16 if "load_16" in line or "condval =" in line else 0)
     return found
 
 
 @pytest.mark.parametrize("per_thread", [1, 2])
+@pytest.mark.parametrize("heads_q", [32, 14])  # with 14 a block has heads of both q and k
 @pytest.mark.parametrize(("width", "access"), [(8, 16), (4, 8), (2, 4), (1, 0)])
-def test_accesses_are_narrower_or_wider_than_the_strides_allow(width, access, per_thread):
-    found = accesses(32, 8, 128, 128, width=width, per_thread=per_thread)
+def test_accesses_are_narrower_or_wider_than_the_strides_allow(width, access, heads_q, per_thread):
+    found = accesses(heads_q, 8, 128, 128, width=width, per_thread=per_thread)
     assert found == {**dict.fromkeys("qkyz", {access}), "cos": {16}, "sin": {16}}
 
 
