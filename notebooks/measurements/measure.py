@@ -4,10 +4,10 @@
 
 Each time is the median over replays of a CUDA graph that walks through several sets of buffers, together larger
 than the L2 cache, filled with random data; kernels ①–④ and the peers are checked against the references before that.
-Where results lie in memory moves a time by percents, so for ④ and the peers every graph is captured anew in each of
-several rounds, the implementations in turn. A copy of x in the same run is the yardstick: it moves 2·S·R·e bytes, with
-e the bytes of an element. Hardware counters come from Nsight Compute (`ncu`), which runs this file once; without it
-that part stays empty. The file is written after every part: one that was cut short lacks the later parts.
+Where results lie in memory moves a time by percents, so every graph is captured anew in each of several rounds, the
+implementations in turn. A copy of x in the same run is the yardstick: it moves 2·S·R·e bytes, with e the bytes of an
+element. Hardware counters come from Nsight Compute (`ncu`), which runs this file once; without it that part stays
+empty. The file is written after every part: one that was cut short lacks the later parts.
 
 The variants of the kernels that differ in one thing, which the notebooks compare, are declared here.
 """
@@ -329,21 +329,22 @@ def measure_ladder(shape, dtype):
     tolerance = 1e-5 if dtype == "float32" else 1e-2
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     count = max(3, -(-2 * l2_bytes // (3 * S * R * size)))
-    sets = {}
-    for columns in (R // 2, R) if (shape, dtype) == (LARGE, "float16") else (R // 2,):
-        sets[columns] = [inputs(shape, dtype, columns) for _ in range(count)]
-    copy = record("copy", shape, dtype, graph_times(torch.clone, [b[:1] for b in sets[R // 2]]), 2 * S * R * size)
-    records = [copy]
+    widths = (R // 2, R) if (shape, dtype) == (LARGE, "float16") else (R // 2,)
+    sets = [({columns: inputs(shape, dtype, columns) for columns in widths},) for _ in range(count)]
+    launches, ledgers = {"copy": lambda given: given[R // 2][0].clone()}, {"copy": 2 * S * R * size}
     build_all(build for _, build, _, _ in ladder(shape, dtype))
     for implementation, build, reference, columns in ladder(shape, dtype):
         kernel = build()
-        x, cos, sin = sets[columns][0]
+        x, cos, sin = sets[0][0][columns]
         torch.testing.assert_close(
             kernel(x, cos, sin), reference(x, cos[:, : R // 2], sin[:, : R // 2]), rtol=tolerance, atol=tolerance
         )
-        ledger_bytes = 2 * S * (R + columns) * size
-        times = graph_times(kernel, sets[columns])
-        records.append(record(implementation, shape, dtype, times, ledger_bytes, copy))
+        launches[implementation] = lambda given, kernel=kernel, columns=columns: kernel(*given[columns])
+        ledgers[implementation] = 2 * S * (R + columns) * size
+    records = []
+    for implementation, times in rounds(launches, sets).items():
+        copy = records[0] if records else None
+        records.append(record(implementation, shape, dtype, times, ledgers[implementation], copy))
     return records
 
 
@@ -585,7 +586,7 @@ def measure_variants(case, variants):
 # ------------------------------------------------------------------------------------------- the caller's side
 
 
-def host_times(call, calls=200, repeats=15):
+def host_times(call, calls=200, repeats=5):
     """Return the µs that the caller needs to issue one call, for each repeat; the device never falls far behind."""
     times = []
     for _ in range(repeats + 2):
@@ -618,13 +619,14 @@ def measure_host(case):
             calls[name] = lambda peer=peer: peer(q, k)
         except Exception as error:
             print(f"{name:36} host time skipped: {error}".splitlines()[0][:200], flush=True)
-    records = []
-    for name, call in calls.items():
-        with torch.no_grad():
-            times = host_times(call)
-        records.append(summary(name, times, digits=2))
-        print(f"{name:36} host {records[-1]['median_us']:8.1f} µs a call", flush=True)
-    return records
+    times = {name: [] for name in calls}
+    with torch.no_grad():
+        for _ in range(5):  # in turn, since the host has faster and slower moments
+            for name, call in calls.items():
+                times[name] += host_times(call)
+    for name in calls:
+        print(f"{name:36} host {statistics.median(times[name]):8.1f} µs a call", flush=True)
+    return [summary(name, times[name], digits=2) for name in calls]
 
 
 def measure_cpu():
