@@ -530,7 +530,7 @@ def rope_per_token(
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
     target = tilelang.tvm.target.Target.current(allow_none=True)
     if target is None and tilelang.tvm.cuda().exist:
-        target = tilelang.tvm.target.Target.from_device("cuda")
+        target = tilelang.backend.target.determine_target("auto", return_object=True)
     serial = target is not None and target.kind.name == "c"  # there are no threads to bind
     overlapped = target is not None and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
     if serial and "bfloat16" in (dtype, table_dtype):
@@ -598,7 +598,7 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
     )
 
     def beside(channel):  # the rotated ones, which it counts without
-        return channel + T.if_then_else(channel < start, 0, R)
+        return channel + T.cast(channel >= start, "int32") * R
 
     def load_16(to, address):
         T.evaluate(T.call_extern("handle", "load_16", T.address_of(to), address))
@@ -662,14 +662,16 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
         sin_vec = T.alloc_local((pairs,), table_dtype)
         rest_vec = T.alloc_local((per_thread * at_once * piece,), dtype)
         for n in T.unroll(per_thread):
-            head = T.min(first + n * slots, last)  # threads to spare read along: a branch here would hold up the id
+            # threads to spare read the last head along, perhaps while it is written, and drop it: a branch around
+            # these loads would hold up the id's
+            head = T.min(first + n * slots, last)
             for part in T.unroll(parts):
                 for i in T.unroll(vec // piece):
                     channel = start + part * half + lane * vec + i * piece
                     load_head(x_vec, (n * parts + part) * vec + i * piece, x, more, count, both, token, head, channel)
             if rounds:
                 load_rest(rest_vec, n, x, more, count, both, token, head, 0, lane)
-        row = positions[token] if gathered else token[-1]  # after the loads of x, so that the two latencies overlap
+        row = positions[token] if gathered else token[-1]  # used after the loads of x, so that the latencies overlap
         if (row >= 0) & (row < cos.shape[0]):
             for part in T.unroll(pieces):
                 column = part * (half // 2) + lane * piece_pairs
