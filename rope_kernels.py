@@ -557,6 +557,7 @@ def rope_per_token(
     piece_pairs = pairs // pieces
     slots = max(1, 64 // per_thread // lanes)  # heads side by side in a block
     groups = -(-(heads_q + heads_k) // (slots * per_thread))
+    shared = heads_k > 0 and heads_q % (slots * per_thread) > 0  # a block may have heads of both q and k
     rest = (D - R) // piece  # pieces of a head that pass as they are: a thread takes up to 8 at once
     at_once = max(1, min(8, -(-rest // lanes)))
     rounds = 0 if inplace else -(-rest // (at_once * lanes))
@@ -614,8 +615,8 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
                 vector[at + j] = source[(*index[:-1], index[-1] + j)]
 
     @T.macro
-    def load_head(vector, at, x, more, count, both, token, head, channel):
-        if not both:
+    def load_head(vector, at, x, more, count, token, head, channel):
+        if more is None:
             load(vector, at, x, (*token, head, channel), piece, size)
         elif not serial and piece * size == 16:  # a choice of address and no branch
             load_16(
@@ -632,11 +633,11 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
             load(vector, at, more, (*token, head - count, channel), piece, size)
 
     @T.macro
-    def load_rest(vector, n, x, more, count, both, token, head, m, lane):
+    def load_rest(vector, n, x, more, count, token, head, m, lane):
         for i in T.unroll(at_once):
             channel = ((m * at_once + i) * lanes + lane) * piece
             if channel < rest * piece:
-                load_head(vector, (n * at_once + i) * piece, x, more, count, both, token, head, beside(channel))
+                load_head(vector, (n * at_once + i) * piece, x, more, count, token, head, beside(channel))
 
     @T.macro
     def store_head(x_vec, rest_vec, n, x, y, token, head, lane):
@@ -647,16 +648,16 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
                     y[(*token, head, channel)] = x_vec[(n * parts + part) * vec + i * piece + j]
         for m in T.serial(rounds):
             if m > 0:
-                load_rest(rest_vec, n, x, x, 0, False, token, head, m, lane)
+                load_rest(rest_vec, n, x, None, 0, token, head, m, lane)
             for i in T.unroll(at_once):
                 channel = ((m * at_once + i) * lanes + lane) * piece
                 if channel < rest * piece:
                     for j in elements(piece):
                         y[(*token, head, beside(channel) + j)] = rest_vec[(n * at_once + i) * piece + j]
 
-    # heads 0 … count−1 are those of x; if both, the next ones, up to the last, are those of more
+    # heads 0 … count−1 are those of x; where there is more, it has the next ones, up to the last
     @T.macro
-    def rotate(x, more, y, z, cos, sin, positions, token, first, count, last, both, lane):
+    def rotate(x, more, y, z, cos, sin, positions, token, first, count, last, lane):
         x_vec = T.alloc_local((per_thread * parts * vec,), dtype)
         cos_vec = T.alloc_local((pairs,), table_dtype)
         sin_vec = T.alloc_local((pairs,), table_dtype)
@@ -668,9 +669,9 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
             for part in T.unroll(parts):
                 for i in T.unroll(vec // piece):
                     channel = start + part * half + lane * vec + i * piece
-                    load_head(x_vec, (n * parts + part) * vec + i * piece, x, more, count, both, token, head, channel)
+                    load_head(x_vec, (n * parts + part) * vec + i * piece, x, more, count, token, head, channel)
             if rounds:
-                load_rest(rest_vec, n, x, more, count, both, token, head, 0, lane)
+                load_rest(rest_vec, n, x, more, count, token, head, 0, lane)
         row = positions[token] if gathered else token[-1]  # used after the loads of x, so that the latencies overlap
         if (row >= 0) & (row < cos.shape[0]):
             for part in T.unroll(pieces):
@@ -696,7 +697,7 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
             head = first + n * slots
             if head < count:
                 store_head(x_vec, rest_vec, n, x, y, token, head, lane)
-            elif both:  # noqa: SIM102 - the first is settled when the kernel is built
+            elif more is not None:  # noqa: SIM102 - the first is settled when the kernel is built
                 if head <= last:
                     store_head(x_vec, rest_vec, n, more, z, token, head - count, lane)
 
@@ -704,14 +705,12 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
     def heads(q, k, y, z, cos, sin, positions, token, group, item):
         first = group * slots * per_thread + item // lanes
         lane = item % lanes
-        if heads_k == 0:
-            rotate(q, q, y, y, cos, sin, positions, token, first, heads_q, heads_q - 1, False, lane)
-        elif heads_q % (slots * per_thread):  # a block may have heads of both
-            rotate(q, k, y, z, cos, sin, positions, token, first, heads_q, heads_q + heads_k - 1, True, lane)
+        if shared:
+            rotate(q, k, y, z, cos, sin, positions, token, first, heads_q, heads_q + heads_k - 1, lane)
         elif group * slots * per_thread < heads_q:
-            rotate(q, q, y, y, cos, sin, positions, token, first, heads_q, heads_q - 1, False, lane)
-        else:
-            rotate(k, k, z, z, cos, sin, positions, token, first - heads_q, heads_k, heads_k - 1, False, lane)
+            rotate(q, None, y, None, cos, sin, positions, token, first, heads_q, heads_q - 1, lane)
+        elif heads_k:
+            rotate(k, None, z, None, cos, sin, positions, token, first - heads_q, heads_k, heads_k - 1, lane)
 
     @T.macro
     def launch(q, k, y, z, cos, sin, positions):
