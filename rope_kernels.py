@@ -994,7 +994,7 @@ def _prepared(
         bits |= dtype.itemsize * count
     width = max(1, (bits & -bits) // dtype.itemsize)
     names = [None if kind is None else _NAMES[kind] for kind in (dtype, table_dtype, id_dtype)]
-    per_thread = 1 if math.prod(shape[:-2]) <= 512 else 2
+    per_thread = 1 if math.prod(shape[:-2]) <= _FEW_TOKENS else 2
     kernel = rope_per_token(
         heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, per_thread
     )
@@ -1046,6 +1046,7 @@ def _prepared_in_c(*arguments):
         return tilelang.compile(rope_per_token.func(*arguments[:-1], strides=arguments[-1]), **C_BACKEND)
 
 
+_FEW_TOKENS = 512  # so many at most: a thread of kernel ④ takes one head, with more it takes two
 _SEVERAL_DEVICES = torch.cuda.device_count() > 1  # then a launch must say which; asking each time costs more than that
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "int32", "int64")}
 # not "mode": torch.compile's own wrapper of ops that write has a parameter of that name

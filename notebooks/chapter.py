@@ -71,12 +71,17 @@ def table(header, rows):
     display(Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)))
 
 
-def cuda_source(factory, *args, **kwargs):
-    """Return the body of the CUDA kernel that TileLang generates for an sm_90 GPU; no GPU is needed."""
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+def cuda_text(factory, *args, arch="sm_90", **kwargs):
+    """Return all the CUDA that TileLang generates for such a GPU; no GPU is needed."""
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
     settings = tilelang.tvm.transform.PassContext(config=getattr(factory, "cuda_pass_configs", None) or {})
     with target, settings:  # orig_func, because the factory would keep what was made for a GPU that isn't here
-        source = tilelang.lower(factory.func.orig_func(*args, **kwargs), target=target).kernel_source
+        return tilelang.lower(factory.func.orig_func(*args, **kwargs), target=target).kernel_source
+
+
+def cuda_source(factory, *args, **kwargs):
+    """Return the CUDA kernel alone, without what is included before it."""
+    source = cuda_text(factory, *args, **kwargs)
     return source[source.rindex('extern "C"') :].rstrip() + "\n"
 
 

@@ -229,10 +229,7 @@ OVERLAPPED = {
 
 def lowered(arch, options):
     """The whole CUDA text of kernel ④ for this GPU, with a part of each head passed on."""
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
-    with target, tilelang.tvm.transform.PassContext(config=rk.rope_per_token.cuda_pass_configs):
-        function = rk.rope_per_token.__wrapped__(5, 2, 128, 64, 64, **options)
-        return tilelang.lower(function, target=target).kernel_source
+    return chapter.cuda_text(rk.rope_per_token, 5, 2, 128, 64, 64, arch=arch, **options)
 
 
 @pytest.mark.parametrize("options", OVERLAPPED.values(), ids=OVERLAPPED)
@@ -975,8 +972,9 @@ def late_writer(n, dtype):
             T.pdl_trigger()
             T.evaluate(T.call_extern("void", "__nanosleep", T.uint32(50000)))
             for i in T.serial(-(-n // 128)):
-                if i * 128 + T.get_thread_binding() < n:
-                    y[i * 128 + T.get_thread_binding()] = x[i * 128 + T.get_thread_binding()]
+                at = i * 128 + T.get_thread_binding()
+                if at < n:
+                    y[at] = x[at]
 
     return write
 
@@ -993,7 +991,7 @@ def test_overlapped_start_reads_what_is_not_written_yet(inplace):
     writers = [late_writer(x.numel(), str(x.dtype).split(".")[1]) for x in (q, k, ids)]
 
     def steps(last):
-        for i in (*(i for i in range(3) if i != last), last):
+        for i in sorted(range(3), key=lambda i: i == last):
             writers[i]((q, k, ids)[i].view(-1), given[i].view(-1))
         results = apply_rope(*given[:2], cos, sin, given[2], inplace=inplace)
         return given[:2] if inplace else results

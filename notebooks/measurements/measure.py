@@ -368,10 +368,13 @@ class Case:
     def elements(self):
         return self.batch * self.tokens * (self.heads_q + self.heads_k) * self.D
 
+    def bytes(self):
+        """q and k."""
+        return self.elements() * getattr(torch, self.dtype).itemsize
+
     def ledger(self):
         """q and k in and out; for each token a float32 table row and an int64 id."""
-        size = 4 if self.dtype == "float32" else 2
-        return 2 * self.elements() * size + self.batch * self.tokens * (4 * self.D + 8)
+        return 2 * self.bytes() + self.batch * self.tokens * (4 * self.D + 8)
 
     def tensors(self):
         """Return fresh random q, k (or None) and position ids."""
@@ -478,13 +481,12 @@ def prepare(case, pairing, direction, q, k, ids):
 
 def measure_op(case):
     """Time a copy, apply_rope and its peers; return their records and the peers that were skipped."""
-    reads = case.elements() * (4 if case.dtype == "float32" else 2)
-    count = rotation(reads)
+    count = rotation(case.bytes())
     sets = [case.tensors() for _ in range(count)]
     flat = [[torch.randn(case.elements(), device="cuda").to(sets[0][0].dtype) for _ in range(2)] for _ in sets]
     ways = {"driver": lambda x, y: y.copy_(x), "kernel": lambda x, y: torch.neg(x, out=y)}
     times = min(rounds(ways, flat, 2).values(), key=statistics.median)  # the faster of the two is the yardstick
-    copy = op_record("copy", "", "", case, times, 2 * reads)
+    copy = op_record("copy", "", "", case, times, 2 * case.bytes())
     del flat
     records, skipped = [copy], []
     for pairing, direction in itertools.product(("neox", "interleaved"), ("forward", "backward")):
@@ -502,7 +504,7 @@ def warm_up(cases):
     """Build, side by side, the kernels that apply_rope and TileOPs need for these cases."""
 
     def build(case, pairing, inverse, name):
-        few = dataclasses.replace(case, tokens=min(case.tokens, 1024))  # beyond 512 tokens one build serves all
+        few = dataclasses.replace(case, tokens=min(case.tokens, 2 * rk._FEW_TOKENS))  # beyond one build serves all
         ours(name, few, pairing, inverse)(*few.tensors())
 
     def build_tileops(case, pairing):
@@ -538,7 +540,7 @@ def variant(tokens, hint, start):
     # the factory asks this function whether the GPU can overlap launches, which takes sm_90 or later
     without = mock.patch.object(tilelang.contrib.nvcc, "have_pdl", return_value=False)
     with without if start == "plain" else contextlib.nullcontext():
-        per_thread = 1 if tokens <= 512 else 2  # as apply_rope chooses
+        per_thread = 1 if tokens <= rk._FEW_TOKENS else 2  # as apply_rope chooses
         function = rk.rope_per_token.__wrapped__(32, 8, 128, 128, index_dtype=None, width=8, per_thread=per_thread)
     tilelang.disable_cache()  # it does not know of the replacement
     register_cuda_postproc(replaced)
@@ -553,7 +555,7 @@ def variant(tokens, hint, start):
 def measure_variants(case, variants):
     """Time variants of kernel ④: alone, and between a kernel that writes its input and one that reads its result."""
     cos, sin = (table[: case.tokens] for table in tables(case.D))
-    pairs = [case.tensors()[:2] for _ in range(rotation(2 * case.elements()))]
+    pairs = [case.tensors()[:2] for _ in range(rotation(case.bytes()))]
     sets = [(q, k, torch.empty_like(q), torch.empty_like(k)) for q, k in pairs]
     written, rotated = ([torch.empty_like(x) for x in sets[0][:2]] for _ in range(2))
 
