@@ -5,10 +5,14 @@ TileLang reads annotations when a kernel is built, so `from __future__ import an
 must not stand in a file that holds these factories.
 """
 
+import copy
 import functools
+import inspect
 import itertools
 import math
+import os
 import sys
+import tempfile
 import warnings
 
 import tilelang
@@ -311,8 +315,6 @@ def rope_neox_naive(S, R, dtype="float16", threads=256):
     Source: the chapter's first kernel, section 13.04.
     """
     for name, value in (("S", S), ("R", R), ("threads", threads)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} takes an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {name}={value}")
     if R % 2:
@@ -359,8 +361,6 @@ def rope_neox_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     Source: the chapter's second kernel, section 13.04.
     """
     for name, value in (("S", S), ("R", R), ("blk_s", blk_s), ("threads", threads)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} takes an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {name}={value}")
     if R % 2:
@@ -419,8 +419,6 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     Source: the chapter's third kernel, section 13.04.
     """
     for name, value in (("S", S), ("R", R), ("blk_s", blk_s), ("threads", threads)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} takes an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {name}={value}")
     if R % 2:
@@ -465,7 +463,7 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     return rope
 
 
-# on CUDA without TileLang's own bounds checks: what is read lies inside by construction, and ids are compared
+# Moves are of whole vectors at checked ids and heads, so TileLang's own bounds checks are left out.
 @tilelang.jit(pass_configs={"tl.disable_safe_memory_legalize": True})
 def rope_per_token(
     heads_q,
@@ -481,8 +479,9 @@ def rope_per_token(
     inplace=False,
     batched=False,
     width=1,
-    per_thread=2,
-    strides=None,
+    per_thread=1,
+    threads=128,
+    trigger=False,
 ):
     """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
 
@@ -491,16 +490,16 @@ def rope_per_token(
 
     Shapes: kernel(q, k, cos, sin, positions, y, z), or with inplace=True kernel(q, k, cos, sin, positions), which
     writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 any tensors shaped
-    like q, which are left alone; cos, sin (P, R/2); positions (tokens,), or with index_dtype=None anything shaped
-    like cos, and token t takes row t. batched=True (CUDA only) puts a batch axis before the tokens of all but the
-    tables; tokens, batch and P may change from call to call. Ids outside 0 … P−1 give NaN.
-    Strides: channels side by side; on CUDA free otherwise, with addresses and strides multiples of `width` elements,
-    the widest access taken; on the C backend they are constants, strides=(q's, k's, y's, z's, positions').
-    per_thread: heads a thread takes, for speed alone: 2 with many tokens, 1 with few.
-    Launch: from sm_90 on its start overlaps the end of the kernel before it in the stream (programmatic dependent
-    launch); nothing is read or written before that kernel has ended.
+    like q, which are left alone; cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and
+    token t takes row t. batched=True puts a batch axis before the tokens of all but the tables. tokens, batch and P may
+    change from call to call. Ids outside 0 … P−1 give NaN.
+    Strides: channels side by side; on CUDA all others are free, the C backend takes contiguous tensors. `width` is the
+    widest access in elements: addresses and strides are multiples of it, the tables' of an access as long in entries.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
-    Errors: ValueError naming the argument that is out of range, TypeError for non-integers.
+    Speed alone: per_thread, heads a thread takes; threads, about how many a block has; trigger, whether the next kernel
+    may start early. From sm_90 on this one's start overlaps the end of the kernel before it in the stream
+    (programmatic dependent launch); nothing is read or written before that one has ended.
+    Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
     for name, value, least in (
@@ -509,9 +508,8 @@ def rope_per_token(
         ("D", D, 1),
         ("R", R, 1),
         ("start", start, 0),
+        ("per_thread", per_thread, 1),
     ):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} takes an integer, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {name}={value}")
     if R % 2:
@@ -524,239 +522,218 @@ def rope_per_token(
         ("table_dtype", table_dtype, ("float32", dtype)),
         ("index_dtype", index_dtype, ("int32", "int64", None)),
         ("width", width, (1, 2, 4, 8)),
-        ("per_thread", per_thread, (1, 2)),
     ):
         if value not in allowed:
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
     target = tilelang.tvm.target.Target.current(allow_none=True)
     if target is None and tilelang.tvm.cuda().exist:
         target = tilelang.backend.target.determine_target("auto", return_object=True)
-    serial = target is not None and target.kind.name == "c"  # there are no threads to bind
-    overlapped = target is not None and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
-    if serial and "bfloat16" in (dtype, table_dtype):
+    on_c = target is not None and target.kind.name == "c"  # there are no threads to bind
+    overlapped = target is not None and not on_c and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
+    if on_c and dtype == "bfloat16":
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
-    if serial and (batched or strides is None):
-        raise ValueError("the C backend takes strides as constants, and no batch axis")
-    half = R // 2
-    # Where widths allow, a thread takes two 16-byte vectors of a head, R/2 apart: in neox they are partners,
-    # interleaved pairs lie within each. With many tokens it takes two heads, so that more is under way while the id
-    # and then its table row arrive; with few tokens one, which is sooner done. A block has about 64 threads, or 32.
-    vec = 4 if dtype == "float32" else 8
-    reach = half if mode == "neox" else R
-    while reach % vec or start % vec or (D - R) % vec:
-        vec //= 2
-    piece = vec if serial else min(vec, width)  # what one access moves
-    if mode == "interleaved":
-        vec = max(vec, 2)  # a pair stays in one thread
-    elements = T.serial if serial else T.vectorized
-    gathered = index_dtype is not None
-    parts = 1 if mode == "interleaved" and half % vec else 2
-    lanes = R // (parts * vec)
-    pairs = parts * vec // 2
-    pieces = 1 if mode == "neox" else parts  # of a table row that a thread needs
-    piece_pairs = pairs // pieces
-    slots = max(1, 64 // per_thread // lanes)  # heads side by side in a block
-    groups = -(-(heads_q + heads_k) // (slots * per_thread))
-    shared = heads_k > 0 and heads_q % (slots * per_thread) > 0  # a block may have heads of both q and k
-    rest = (D - R) // piece  # pieces of a head that pass as they are: a thread takes up to 8 at once
-    at_once = max(1, min(8, -(-rest // lanes)))
-    rounds = 0 if inplace else -(-rest // (at_once * lanes))
+
+    # A thread holds two vectors of a head. The first `turning` threads take those in which its pairs lie, `vec` pairs
+    # each: neox partners are R/2 apart, interleaved ones side by side. The threads after them take the channels that
+    # pass, in vectors of `wide`; in place there are none. A block has `slots` heads side by side, per_thread deep.
+    half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
+    vec = wide = min(width, 16 // size)
+    while half % vec or start % vec:
+        vec //= 2
+    while D % wide or R % wide or start % wide:
+        wide //= 2
+    turning = half // vec
+    lanes = turning + (0 if inplace else -(-(D - R) // (2 * wide)))
+    room = vec if lanes == turning else max(vec, wide)
+    blocks = -(-heads // (max(1, threads // lanes) * per_thread))  # of a token
+    slots = -(-heads // (blocks * per_thread))
+    if slots * lanes > 1024 and not on_c:
+        raise ValueError(f"R={R} at start={start} of D={D} takes {lanes} threads a head for width={width}, over 1024")
 
-    if lanes > 1024 and not serial:
-        raise ValueError(f"R={R} at start={start} of D={D} needs {lanes} threads a head in {mode} pairs, over 1024")
-
-    # Loads of 16 bytes in PTX, for two things that TileLang has no word for. They carry the hint that L2 keep the line,
-    # which is faster with many tokens and, against no hint, costs the kernels around it nothing (see notebook 09). And
-    # nvcc leaves the table's loads in their branch, behind all loads of x; plain ones it predicates and puts before the
-    # last of x, which then waits for the id as well. volatile: none may rise above the wait for what ran before.
+    # Two moves between registers and memory, in whole vectors. Loads of 16 bytes are PTX, for two things that TileLang
+    # has no word for: the hint that L2 keep the line, which is faster (see notebook 09), and `volatile`, so that x's
+    # loads stay ahead of the id's and none rises above the wait for the kernel before.
     prelude = """
-static __device__ __forceinline__ void load_16(void* to, const void* from) {
-  uint4 v;
+template <int N> __device__ __forceinline__ void store(void* to, const void* from, int offset) {
+  memcpy(__builtin_assume_aligned((char*)to + offset, N < 16 ? N : 16), from, N);
+}
+template <int N> __device__ __forceinline__ void load(void* to, const void* from, int offset) {
+  from = (const char*)from + offset;
 #if __CUDA_ARCH__ >= 800
-  unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
-#else
-  v = *(const uint4*)from;
+  if constexpr (N % 16 == 0) {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    for (int i = 0; i < N / 16; i++) {
+      uint4 v;
+      asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)from + i), "l"(policy));
+      ((uint4*)to)[i] = v;
+    }
+    return;
+  }
 #endif
-  *(uint4*)to = v;
+  memcpy(to, __builtin_assume_aligned(from, N < 16 ? N : 16), N);
 }
 """
 
     S, P = T.dynamic("S"), T.dynamic("P")
-    B = T.dynamic("B") if batched else 1
-    if strides is None:
-        axes = ("batch", "token", "head") if batched else ("token", "head")
-        strides = [[T.dynamic(f"{name}_{axis}", "int64") for axis in axes] for name in ("q", "k", "y", "z")]
-        strides += [[T.dynamic(f"id_{axis}", "int64") for axis in axes[:-1]]]
-    q_strides, k_strides, y_strides, z_strides, id_strides = strides
-    lead = (B, S) if batched else (S,)
-    q_shape, k_shape = (*lead, heads_q, D), (*lead, heads_k or heads_q, D)
-    id_shape, id_strides, id_dtype = (
-        (lead, id_strides, index_dtype) if gathered else ((P, half), (half, 1), table_dtype)
-    )
+    lead = (T.dynamic("B"), S) if batched else (S,)
 
-    def beside(channel):  # the rotated ones, which it counts without
-        return channel + T.cast(channel >= start, "int32") * R
+    def tensor(name, shape, dtype, inner=(1,)):
+        free = [T.dynamic(f"{name}_{axis}", "int64") for axis in range(len(shape) - len(inner))]
+        return T.Tensor(shape, dtype) if on_c else T.StridedTensor(shape, (*free, *inner), dtype)
 
-    def load_16(to, address):
-        T.evaluate(T.call_extern("handle", "load_16", T.address_of(to), address))
+    q_type, y_type = (tensor(name, (*lead, heads_q, D), dtype) for name in "qy")
+    k_type, z_type = (tensor(name, (*lead, heads_k or heads_q, D), dtype) for name in "kz")
+    cos_type, sin_type = (tensor(name, (P, half), table_dtype) for name in ("cos", "sin"))
+    id_type = tensor("id", lead, index_dtype, inner=()) if gathered else cos_type
 
-    @T.macro
-    def load(vector, at, source, index, count, bytes_each):
-        if not serial and count * bytes_each % 16 == 0:
-            for i in T.unroll(count * bytes_each // 16):
-                j = i * (16 // bytes_each)
-                load_16(vector[at + j], T.address_of(source[(*index[:-1], index[-1] + j)]))
-        else:
-            for j in elements(count):
-                vector[at + j] = source[(*index[:-1], index[-1] + j)]
+    def at(lane, part):
+        """The first channel of a thread's vector, if its pairs turn, and if they pass: the last one perhaps twice."""
+        turned = start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
+        passed = T.min((2 * (lane - turning) + part) * wide, D - R - wide)
+        return turned, passed + T.if_then_else(passed < start, 0, R)
+
+    def place(i):
+        """Where element i of a thread's two vectors of pairs stands in its registers."""
+        return i // vec * room + i % vec
+
+    def move(way, vector, i, address, channel, count, item):
+        here = T.address_of(vector[i])
+        ends = (here, address) if way == "load" else (address, here)
+        T.evaluate(T.call_extern("handle", f"{way}<{count * item}>", *ends, channel * item))
 
     @T.macro
-    def load_head(vector, at, x, more, count, token, head, channel):
-        if more is None:
-            load(vector, at, x, (*token, head, channel), piece, size)
-        elif not serial and piece * size == 16:  # a choice of address and no branch
-            load_16(
-                vector[at],
-                T.if_then_else(
-                    head < count,
-                    T.address_of(x[(*token, head, channel)]),
-                    T.address_of(more[(*token, head - count, channel)]),
-                ),
+    def move_vector(way, x, i, q, k, token, head, channel, count):
+        if not on_c and heads_k:  # q's heads, then k's: a choice of address and no branch
+            address = T.if_then_else(
+                head < heads_q, T.address_of(q[(*token, head, 0)]), T.address_of(k[(*token, head - heads_q, 0)])
             )
-        elif head < count:
-            load(vector, at, x, (*token, head, channel), piece, size)
+            move(way, x, i, address, channel, count, size)
+        elif not on_c:
+            move(way, x, i, T.address_of(q[(*token, head, 0)]), channel, count, size)
+        elif way == "load":
+            for j in T.serial(count):
+                in_q, in_k = q[(*token, head, channel + j)], k[(*token, head - heads_q, channel + j)]
+                x[i + j] = T.if_then_else(head < heads_q, in_q, in_k)
         else:
-            load(vector, at, more, (*token, head - count, channel), piece, size)
+            for j in T.serial(count):
+                if head < heads_q:
+                    q[(*token, head, channel + j)] = x[i + j]
+                else:
+                    k[(*token, head - heads_q, channel + j)] = x[i + j]
 
     @T.macro
-    def load_rest(vector, n, x, more, count, token, head, m, lane):
-        for i in T.unroll(at_once):
-            channel = ((m * at_once + i) * lanes + lane) * piece
-            if channel < rest * piece:
-                load_head(vector, (n * at_once + i) * piece, x, more, count, token, head, beside(channel))
-
-    @T.macro
-    def store_head(x_vec, rest_vec, n, x, y, token, head, lane):
-        for part in T.unroll(parts):
-            for i in T.unroll(vec // piece):
-                for j in elements(piece):
-                    channel = start + part * half + lane * vec + i * piece + j
-                    y[(*token, head, channel)] = x_vec[(n * parts + part) * vec + i * piece + j]
-        for m in T.serial(rounds):
-            if m > 0:
-                load_rest(rest_vec, n, x, None, 0, token, head, m, lane)
-            for i in T.unroll(at_once):
-                channel = ((m * at_once + i) * lanes + lane) * piece
-                if channel < rest * piece:
-                    for j in elements(piece):
-                        y[(*token, head, beside(channel) + j)] = rest_vec[(n * at_once + i) * piece + j]
-
-    # heads 0 … count−1 are those of x; where there is more, it has the next ones, up to the last
-    @T.macro
-    def rotate(x, more, y, z, cos, sin, positions, token, first, count, last, lane):
-        x_vec = T.alloc_local((per_thread * parts * vec,), dtype)
-        cos_vec = T.alloc_local((pairs,), table_dtype)
-        sin_vec = T.alloc_local((pairs,), table_dtype)
-        rest_vec = T.alloc_local((per_thread * at_once * piece,), dtype)
-        for n in T.unroll(per_thread):
-            # threads to spare read the last head along, perhaps while it is written, and drop it: a branch around
-            # these loads would hold up the id's
-            head = T.min(first + n * slots, last)
-            for part in T.unroll(parts):
-                for i in T.unroll(vec // piece):
-                    channel = start + part * half + lane * vec + i * piece
-                    load_head(x_vec, (n * parts + part) * vec + i * piece, x, more, count, token, head, channel)
-            if rounds:
-                load_rest(rest_vec, n, x, more, count, token, head, 0, lane)
-        row = positions[token] if gathered else token[-1]  # used after the loads of x, so that the latencies overlap
-        if (row >= 0) & (row < cos.shape[0]):
-            for part in T.unroll(pieces):
-                column = part * (half // 2) + lane * piece_pairs
-                load(cos_vec, part * piece_pairs, cos, (row, column), piece_pairs, table_size)
-            for part in T.unroll(pieces):
-                column = part * (half // 2) + lane * piece_pairs
-                load(sin_vec, part * piece_pairs, sin, (row, column), piece_pairs, table_size)
-        else:
-            for j in T.unroll(pairs):
-                cos_vec[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)  # NaN
-                sin_vec[j] = cos_vec[j]
-        for n in T.unroll(per_thread):
-            for j in T.unroll(pairs):
-                c = T.cast(cos_vec[j], "float32")
-                s = T.cast(sin_vec[j], "float32") * (-1.0 if inverse else 1.0)
-                one = n * parts * vec + (j if mode == "neox" else 2 * j)
-                other = one + (vec if mode == "neox" else 1)
-                a = T.cast(x_vec[one], "float32")
-                b = T.cast(x_vec[other], "float32")
-                x_vec[one] = T.cast(a * c - b * s, dtype)
-                x_vec[other] = T.cast(b * c + a * s, dtype)
-            head = first + n * slots
-            if head < count:
-                store_head(x_vec, rest_vec, n, x, y, token, head, lane)
-            elif more is not None:  # noqa: SIM102 - the first is settled when the kernel is built
-                if head <= last:
-                    store_head(x_vec, rest_vec, n, more, z, token, head - count, lane)
-
-    @T.macro
-    def heads(q, k, y, z, cos, sin, positions, token, group, item):
-        first = group * slots * per_thread + item // lanes
-        lane = item % lanes
-        if shared:
-            rotate(q, k, y, z, cos, sin, positions, token, first, heads_q, heads_q + heads_k - 1, lane)
-        elif group * slots * per_thread < heads_q:
-            rotate(q, None, y, None, cos, sin, positions, token, first, heads_q, heads_q - 1, lane)
-        elif heads_k:
-            rotate(k, None, z, None, cos, sin, positions, token, first - heads_q, heads_k, heads_k - 1, lane)
-
-    @T.macro
-    def launch(q, k, y, z, cos, sin, positions):
-        with T.Kernel(S * groups, B, threads=slots * lanes, prelude=None if serial else prelude) as (block, b):
-            if width > 1 and not serial:
-                for tensor_strides in strides[: 2 if inplace else 4]:
-                    for stride in tensor_strides:
-                        T.assume(stride % width == 0)
-            if overlapped:  # this block may be up while the kernel before still runs: wait for its end
-                T.pdl_sync()
-            at = T.alloc_var("int32", init=block // groups)  # divided once, in 32 bits: offsets are 64 bits wide
-            token = (b, at) if batched else (at,)
-            if serial:
-                for item in T.serial(slots * lanes):
-                    heads(q, k, y, z, cos, sin, positions, token, block % groups, item)
+    def move_head(way, x, n, q, k, token, head, lane):
+        for part in T.unroll(2):
+            i, (turned, passed) = (2 * n + part) * room, at(lane, part)
+            if lanes == turning or lane < turning:
+                move_vector(way, x, i, q, k, token, head, turned, vec)
             else:
-                item = T.get_thread_binding()
-                heads(q, k, y, z, cos, sin, positions, token, block % groups, item)
+                move_vector(way, x, i, q, k, token, head, passed, wide)
+
+    @T.macro
+    def load_row(row, table, index, column):
+        if on_c:
+            for j in T.serial(vec):
+                row[j] = table[index, column + j]
+        else:
+            move("load", row, 0, T.address_of(table[index, 0]), column, vec, table_size)
+
+    @T.macro
+    def rotate(q, k, cos, sin, positions, y, z, token, first, lane):
+        x = T.alloc_local((per_thread * 2 * room,), dtype)
+        c = T.alloc_local((vec,), table_dtype)
+        s = T.alloc_local((vec,), table_dtype)
+        # x first: its loads are under way while the id, then the row that it names, arrive. A thread without a head,
+        # at the end of a token's last block, reads the last head along and stores nothing: no branch holds up the id.
+        for n in T.unroll(per_thread):
+            move_head("load", x, n, q, k, token, T.min(first + n * slots, heads - 1), lane)
+        index = positions[token] if gathered else token[-1]
+        if (index >= 0) & (index < cos.shape[0]):
+            column = T.min(lane, turning - 1) * vec  # threads whose channels pass drop what they read
+            load_row(c, cos, index, column)
+            load_row(s, sin, index, column)
+        else:  # outside the table: NaN, which reaches both sums below
+            for j in T.unroll(vec):
+                c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
+        for n in T.unroll(per_thread):
+            if lane < turning:
+                for j in T.unroll(vec):
+                    one = 2 * n * room + place(j if mode == "neox" else 2 * j)
+                    two = 2 * n * room + place(j + vec if mode == "neox" else 2 * j + 1)
+                    a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
+                    cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
+                    x[one] = T.cast(a * cj - b * sj, dtype)
+                    x[two] = T.cast(b * cj + a * sj, dtype)
+            head = first + n * slots
+            if head < heads:
+                move_head("store", x, n, y, z, token, head, lane)
+
+    @T.macro
+    def launch(q, k, cos, sin, positions, y, z):
+        with T.Kernel(
+            S * blocks, lead[0] if batched else 1, threads=slots * lanes, prelude=None if on_c else prelude
+        ) as (block, b):
+            if overlapped:
+                T.pdl_sync()  # this block may be up while the kernel before still runs: wait for its end
+                if trigger:
+                    T.pdl_trigger()  # and the next one's may come up while this one runs
+            t = T.alloc_var("int32", init=block // blocks)
+            token, head = (b, t) if batched else (t,), block % blocks * slots * per_thread
+            if on_c:
+                for item in T.serial(slots * lanes):
+                    rotate(q, k, cos, sin, positions, y, z, token, head + item // lanes, item % lanes)
+            else:  # variables, so that TileLang does not take the index apart again for each access
+                first = T.alloc_var("int32", init=head + T.get_thread_binding() // lanes)
+                lane = T.alloc_var("int32", init=T.get_thread_binding() % lanes)
+                rotate(q, k, cos, sin, positions, y, z, token, first, lane)
 
     if inplace:
 
         @T.prim_func
-        def rope(
-            q: T.StridedTensor(q_shape, (*q_strides, 1), dtype),
-            k: T.StridedTensor(k_shape, (*k_strides, 1), dtype),
-            cos: T.Tensor((P, half), table_dtype),
-            sin: T.Tensor((P, half), table_dtype),
-            positions: T.StridedTensor(id_shape, id_strides, id_dtype),
-        ):
-            launch(q, k, q, k, cos, sin, positions)
+        def rope(q: q_type, k: k_type, cos: cos_type, sin: sin_type, positions: id_type):
+            launch(q, k, cos, sin, positions, q, k)
 
     else:
 
         @T.prim_func
-        def rope(
-            q: T.StridedTensor(q_shape, (*q_strides, 1), dtype),
-            k: T.StridedTensor(k_shape, (*k_strides, 1), dtype),
-            cos: T.Tensor((P, half), table_dtype),
-            sin: T.Tensor((P, half), table_dtype),
-            positions: T.StridedTensor(id_shape, id_strides, id_dtype),
-            y: T.StridedTensor(q_shape, (*y_strides, 1), dtype),
-            z: T.StridedTensor(k_shape, (*z_strides, 1), dtype),
-        ):
-            launch(q, k, y, z, cos, sin, positions)
+        def rope(q: q_type, k: k_type, cos: cos_type, sin: sin_type, positions: id_type, y: y_type, z: z_type):
+            launch(q, k, cos, sin, positions, y, z)
 
     return rope
+
+
+class _Factory(type(rope_per_token)):
+    """A factory that tells 16 from 16.0 and True, which its cache does not, and leaves no file of its builds behind."""
+
+    def __call__(self, *args, **kwargs):
+        parameters = self.signature.parameters
+        for name, value in self.signature.bind(*args, **kwargs).arguments.items():
+            kind = int if parameters[name].default is inspect.Parameter.empty else type(parameters[name].default)
+            if type(value) is not kind and not (kind is str and value is None):
+                raise TypeError(f"{name} takes {kind.__name__}, got {value!r}")
+        return super().__call__(*args, **kwargs)
+
+    def compile(self, *args, **kwargs):
+        kernel = super().compile(*args, **kwargs)
+        kernel.__class__ = _Kernel
+        library = getattr(kernel.adapter, "lib_generator", None)
+        for path in (library.srcpath, library.libpath) if library else ():
+            if path and os.path.dirname(path) == tempfile.gettempdir():
+                os.remove(path)  # it is loaded, and copied into TileLang's cache
+        return kernel
+
+
+class _Kernel(tilelang.JITKernel):
+    """A kernel that takes tensors alone: a raw pointer to anything else would end the process."""
+
+    def __call__(self, *tensors):
+        for x in tensors:
+            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_neg():
+                raise TypeError(f"a kernel takes dense tensors that are not lazily negated, got {x!r}")
+        return super().__call__(*tensors)
 
 
 # The one choice of backend. Without a CUDA device the same sources go through TileLang's C backend:
@@ -766,11 +743,15 @@ static __device__ __forceinline__ void load_16(void* to, const void* from) {
 C_BACKEND = {"target": "c", "pass_configs": {"tirx.disable_vectorize": True}, "compile_flags": ["-O3"]}
 for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, rope_per_token):
     functools.update_wrapper(_factory, _factory.func.orig_func)  # name, docstring and source for readers
+    _factory.__class__ = _Factory
     _factory.mode = "lazy"  # what TileLang would find out by a first call; known, `.func` serves any target at once
     _factory.func.set_mode("lazy")
     _factory.cuda_pass_configs = _factory.pass_configs
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():  # unlike is_available(), it leaves CUDA to a process forked after the import
         vars(_factory).update(C_BACKEND)
+_in_c = copy.copy(rope_per_token)  # for tensors on the CPU, also beside a CUDA device
+_in_c.__post_init__()  # a cache of its own
+vars(_in_c).update(C_BACKEND)
 
 
 # --------------------------------------------------------------------------------------------------- op
@@ -784,95 +765,97 @@ def apply_rope(q, k, cos, sin, positions=None, *, mode="neox", start=None, inver
 
     and likewise k. inverse=True turns back, by −sin.
     Shapes: q (..., Hq, D), k (..., Hk, D) or None, with leading dimensions (tokens,) or (batch, seq); for
-    (B, H, S, D) pass q.transpose(1, 2): strided tensors are read where they lie. cos and sin (P, R/2). positions:
-    shaped like the leading dimensions, or (seq,); None means 0 … seq−1. Returns (q′, k′), or (q′, None).
+    (B, H, S, D) pass q.transpose(1, 2): strided tensors are read where they lie. cos and sin (P, R/2), halves of one
+    cache too. positions: shaped like the leading dimensions, (1, seq) or (seq,); None means 0 … seq−1.
+    Returns (q′, k′), or (q′, None); of "meta" tensors the shapes.
     start: the first rotated channel, to be said when R < D. inplace=True writes into q and k and returns them;
     they share no memory with the tables or ids, which is not looked at.
     Dtypes: q, k float16, bfloat16 or float32; tables float32 (advised) or q's; ids int32 or int64.
     float32 arithmetic, one rounding. The gradient (reverse mode) is the same kernel with −sin; tables get none.
-    Errors: ValueError, or TypeError for a wrong type, that names the argument; IndexError for an id outside
-    0 … P−1 on the CPU. On CUDA, where looking would synchronise, such tokens come out NaN.
+    Errors: ValueError, or TypeError for a wrong type, that names the argument; NotImplementedError in forward mode and
+    under torch.func; IndexError for an id outside 0 … P−1 on the CPU. On CUDA, where looking would synchronise, such
+    tokens come out NaN.
     """
-    start = _op_start(q, k, cos, sin, positions, mode, start)
-    if not cos.shape[1] or not q.numel() or (k is not None and not k.numel()):
-        return _rotate_what_there_is(q, k, cos, sin, positions, mode, start, inverse, inplace)
+    start = _check(q, k, cos, sin, positions, mode, start, inverse, inplace)
+    if not cos.shape[1]:  # nothing turns
+        return (q, k) if inplace else (q.clone(), k if k is None else k.clone())
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
-    direct = type(q) is torch.Tensor and not torch.compiler.is_compiling()
+    if inplace and wants_grad:
+        raise ValueError("inplace=True would write into a tensor that wants a gradient: leave it out")
+    # straight to the kernel, unless torch has to see the op: to differentiate, to trace, or for shapes alone
+    direct = type(q) is torch.Tensor and not (wants_grad or q.is_meta or torch.compiler.is_compiling())
     if inplace:
-        if wants_grad:
-            raise ValueError("inplace=True would write into a tensor that wants a gradient: leave it out")
         (_rotate_inplace if direct else _inplace_op)(q, k, cos, sin, positions, mode, start, inverse)
         return q, k
-    y, z = (_rotate if direct and not wants_grad else _op)(q, k, cos, sin, positions, mode, start, inverse)
+    y, z = (_rotate if direct else _op)(q, k, cos, sin, positions, mode, start, inverse)
     return y, None if k is None else z
 
 
-def _op_start(q, k, cos, sin, positions, mode, start):
+_FLOATS, _INTEGERS = (torch.float16, torch.bfloat16, torch.float32), (torch.int32, torch.int64)
+
+
+def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
     """Refuse bad input by name; return the first rotated channel."""
-    if mode not in ("neox", "interleaved"):
-        raise ValueError(f"mode takes 'neox' or 'interleaved', got {mode!r}")
-    dtype, device, shape, table_shape = q.dtype, q.device, q.shape, cos.shape
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(f"q takes float16, bfloat16 or float32, got {dtype}")
+    dtype, device, table_dtype = getattr(q, "dtype", None), getattr(q, "device", None), getattr(cos, "dtype", None)
+    for name, x, dtypes in (
+        ("q", q, _FLOATS),
+        ("k", k, (dtype,)),
+        ("cos", cos, (torch.float32, dtype)),
+        ("sin", sin, (table_dtype,)),
+        ("positions", positions, _INTEGERS),
+    ):
+        if x is None and (name == "k" or name == "positions"):
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} takes a tensor, got {x!r}")
+        if type(x) is not torch.Tensor and hasattr(x, "to_local"):
+            raise TypeError(f"{name} takes a tensor on one device, got {type(x).__name__}: pass {name}.to_local()")
+        if x.layout is not torch.strided or x.is_nested or x.is_neg():  # a kernel receives an address, which hides it
+            raise TypeError(f"{name} takes a dense tensor, not lazily negated: try .to_dense() or .resolve_neg()")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name} takes {' or '.join(map(str, dtypes))}, got {x.dtype}")
+        if x.device != device or x.device.type not in ("cuda", "cpu", "meta"):
+            raise ValueError(f"{name} takes {'CPU or CUDA' if x is q else f'the device {device} of q'}, got {x.device}")
+    shape, (rows, columns) = q.shape, cos.shape if cos.dim() == 2 else (0, 0)
     if len(shape) not in (3, 4):
         raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(shape)}")
-    seq, width = shape[-3], shape[-1]
-    if k is not None:
-        if k.dtype != dtype:
-            raise TypeError(f"k takes q's dtype {dtype}, got {k.dtype}")
-        other = k.shape
-        if len(other) != len(shape) or other[0] != shape[0] or other[-3] != seq or other[-1] != width:
-            raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(other)}")
-        if k.device != device:
-            raise ValueError(f"k takes q's device {device}, got {k.device}")
-    table_dtype = cos.dtype
-    if table_dtype != torch.float32 and table_dtype != dtype:
-        raise TypeError(f"cos takes float32 or q's dtype {dtype}, got {table_dtype}")
-    if sin.dtype != table_dtype:
-        raise TypeError(f"sin takes cos's dtype {table_dtype}, got {sin.dtype}")
-    if len(table_shape) != 2:
-        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(table_shape)}")
-    if sin.shape != table_shape:
-        raise ValueError(f"sin takes cos's shape {tuple(table_shape)}, got {tuple(sin.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.device != device:
-            raise ValueError(f"{name} takes q's device {device}, got {table.device}")
-        if table.requires_grad:
-            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
-    rows, columns = table_shape
-    spare = width - 2 * columns
-    if spare < 0:
-        raise ValueError(f"cos has {columns} columns, so R={2 * columns}; q is only D={width} wide")
-    if start is None:
-        if spare and columns:
-            raise ValueError(
-                f"start must be said when R={2 * columns} < D={width}: 0 for leading, {spare} for trailing"
-            )
-        start = 0
-    if not 0 <= start <= spare:
-        raise ValueError(f"start takes 0 … {spare} for R={2 * columns} of D={width}, got start={start}")
+    lead, seq, D, R = shape[:-2], shape[-3], shape[-1], 2 * columns
+    if k is not None and (k.dim() != len(shape) or k.shape[:-2] != lead or k.shape[-1] != D):
+        raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(k.shape)}")
+    if cos.dim() != 2:
+        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(cos.shape)}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin takes cos's shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    if D < R:
+        raise ValueError(f"cos has {columns} columns, so R={R}; q is only D={D} wide")
+    if cos.requires_grad or sin.requires_grad:
+        name = "cos" if cos.requires_grad else "sin"
+        raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
     if positions is None:
         if seq > rows:
             raise IndexError(f"positions 0 … {seq - 1} do not fit a table of {rows} rows")
-    else:
-        if positions.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"positions takes int32 or int64, got {positions.dtype}")
-        ids = positions.shape
-        if ids != (seq,) and ids != shape[:-2]:
-            raise ValueError(f"positions takes the shape {tuple(shape[:-2])} or ({seq},), got {tuple(ids)}")
-        if positions.device != device:
-            raise ValueError(f"positions takes q's device {device}, got {positions.device}")
+    elif positions.shape not in (lead, (seq,)) and (len(lead) == 1 or positions.shape != (1, seq)):
+        raise ValueError(f"positions takes the shape {tuple(lead)} or ({seq},), got {tuple(positions.shape)}")
+    if mode != "neox" and mode != "interleaved":
+        raise ValueError(f"mode takes 'neox' or 'interleaved', got {mode!r}")
+    if type(inverse) is not bool or type(inplace) is not bool:
+        raise TypeError(f"inverse and inplace take True or False, got inverse={inverse!r}, inplace={inplace!r}")
+    if start is None:
+        if 0 < R < D:
+            raise ValueError(f"start must be said when R={R} < D={D}: 0 for leading, {D - R} for trailing")
+        start = 0
+    if type(start) is not int:
+        raise TypeError(f"start takes an integer, got {start!r}")
+    if not 0 <= start <= D - R:
+        raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
+    if not torch.compiler.is_compiling():
+        forward = torch.autograd.forward_ad
+        if torch._C._are_functorch_transforms_active() or (
+            forward._current_level >= 0
+            and any(x is not None and forward.unpack_dual(x).tangent is not None for x in (q, k, cos, sin))
+        ):
+            raise NotImplementedError("apply_rope knows no forward mode or torch.func: use torch_partial_rope there")
     return start
-
-
-def _rotate_what_there_is(q, k, cos, sin, positions, mode, start, inverse, inplace):
-    """Where R is 0, or a tensor has no elements: that one keeps its shape, and the other is rotated alone."""
-    options = {"mode": mode, "start": start, "inverse": inverse, "inplace": inplace}
-    results = [x if x is None or inplace else x.clone() for x in (q, k)]
-    for i, x in enumerate((q, k)):
-        if cos.shape[1] and x is not None and x.numel():
-            results[i] = apply_rope(x, None, cos, sin, positions, **options)[0]
-    return tuple(results)
 
 
 def _rows(x):
@@ -888,12 +871,27 @@ def _rows(x):
 def _rotate(q, k, cos, sin, positions, mode, start, inverse):
     """Out of place; without k the second tensor is empty."""
     q, y = _rows(q)
-    if k is None:
-        _launch(q, None, cos, sin, positions, mode, start, inverse, y, None)
-        return y, q.new_empty(0)
-    k, z = _rows(k)
+    k, z = (None, None) if k is None else _rows(k)
     _launch(q, k, cos, sin, positions, mode, start, inverse, y, z)
-    return y, z
+    return y, q.new_empty(0) if k is None else z
+
+
+def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
+    """In place, where no element is reached twice."""
+    tensors = [q] if k is None else [q, k]
+    for name, x in zip("qk", tensors, strict=False):
+        strides = x.stride()
+        if strides[-1] != 1:
+            raise ValueError(f"inplace=True takes {name} with channels side by side, got strides {strides}")
+        if _overlaps(x.shape, strides):
+            raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {strides}")
+    if k is not None and q.numel() and k.numel():
+        apart = (k.data_ptr() - q.data_ptr()) // q.element_size()
+        a, b = (q, k) if apart >= 0 else (k, q)
+        if not _disjoint(a.shape, a.stride(), b.shape, b.stride(), abs(apart)):
+            raise ValueError("inplace=True takes q and k that share no element; by their strides these could")
+    _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
+    torch.autograd.graph.increment_version(tensors)  # so that autograd sees the write
 
 
 @functools.lru_cache(maxsize=4096)
@@ -924,131 +922,101 @@ def _disjoint(a_shape, a_strides, b_shape, b_strides, apart):
     return False
 
 
-def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
-    """In place, where no element is reached twice."""
-    tensors = [q] if k is None else [q, k]
-    for name, x in zip("qk", tensors, strict=False):
-        strides = x.stride()
-        if strides[-1] != 1:
-            raise ValueError(f"inplace=True takes {name} with channels side by side, got strides {strides}")
-        if _overlaps(x.shape, strides):
-            raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {strides}")
-    if k is not None:
-        apart = (k.data_ptr() - q.data_ptr()) // q.element_size()
-        a, b = (q, k) if apart >= 0 else (k, q)
-        if not _disjoint(a.shape, a.stride(), b.shape, b.stride(), abs(apart)):
-            raise ValueError("inplace=True takes q and k that share no element; by their strides these could")
-    _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
-    torch.autograd.graph.increment_version(tensors)  # so that autograd sees the write
-
-
 def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
-    """Run kernel ④ from q and k into y and z; where y is q, in place."""
-    cos, sin = cos.contiguous(), sin.contiguous()
-    if q.is_cuda:
-        _launch_cuda(q, k, cos, sin, positions, mode, start, inverse, y, z)
+    """Run kernel ④ from q and k into y and z; where y is q, in place. A tensor without elements is left out."""
+    heads_k = 0
+    if k is not None and k.numel():
+        heads_k = k.shape[-2]
+    else:
+        k, z = q, y
+    if not q.numel():
+        if heads_k:
+            _launch(k, None, cos, sin, positions, mode, start, inverse, z, None)
         return
-    if positions is not None and positions.numel():
-        low, high = (int(bound) for bound in positions.aminmax())
-        if low < 0 or high >= cos.shape[0]:
-            raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
-    _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z)
-
-
-def _launch_cuda(q, k, cos, sin, positions, mode, start, inverse, y, z):
-    heads_k = 0 if k is None else k.shape[-2]
-    inplace, batched = y is q, q.dim() == 4
+    if not q.is_cuda:
+        _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z)
+        return
+    batched, inplace = q.dim() == 4, y is q
     if batched and q.shape[0] > 65535:  # what a grid's second axis holds: let the batch lie on the first
         ids = torch.arange(q.shape[1], device=q.device) if positions is None else positions
         positions = ids.expand(q.shape[:2]).T
-        q, k, y, z = (x if x is None else x.transpose(0, 1) for x in (q, k, y, z))
-    if batched and positions is not None and positions.dim() == 1:
+        q, k, y, z = (x.transpose(0, 1) for x in (q, k, y, z))
+    elif batched and positions is not None:
         positions = positions.expand(q.shape[:2])
-    if k is None:
-        k, z = q, y
-    if (cos.data_ptr() | sin.data_ptr()) % 16:
-        cos, sin = cos.clone(), sin.clone()
     ids, id_dtype = (cos, None) if positions is None else (positions, positions.dtype)
-    address = (q.data_ptr() | k.data_ptr()) % 16
-    run = _prepared(
-        q.shape, heads_k, q.stride(), k.stride(), address, q.dtype, cos.shape[1], cos.dtype, id_dtype,
-        start, mode, inverse, inplace,
+    run = _kernel(
+        q.device, q.dtype, q.shape, heads_k, q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) % 16,
+        cos.dtype, cos.shape[1], cos.stride(0) | sin.stride(0), (cos.data_ptr() | sin.data_ptr()) % 16,
+        id_dtype, start, mode, inverse, inplace,
     )  # fmt: skip
-    arguments = (q, k, cos, sin, ids) if inplace else (q, k, cos, sin, ids, y, z)
-    if _SEVERAL_DEVICES:
-        with torch.cuda.device_of(q):
-            run(*arguments)
+    if inplace:
+        run(q, k, cos, sin, ids)
     else:
-        run(*arguments)
+        run(q, k, cos, sin, ids, y, z)
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepared(
-    shape, heads_k, q_strides, k_strides, address, dtype, columns, table_dtype, id_dtype, start, mode, inverse, inplace
-):
+def _kernel(
+    device, dtype, shape, heads_k, q_strides, k_strides, address,
+    table_dtype, columns, table_stride, table_address, id_dtype, start, mode, inverse, inplace,
+):  # fmt: skip
     """Return kernel ④ for tensors of this description as TileLang's bare executable, which starts fastest."""
     heads_q, D = shape[-2:]
-    # the widest access that every row allows: the lowest bit in any address or stride, in bytes; y and z are dense
+    # the widest access that every row allows, by the lowest bit in any address or stride; y and z are dense
     bits = 16 | address
     for count in (D, *q_strides[:-1], *k_strides[:-1]):
         bits |= dtype.itemsize * count
-    width = max(1, (bits & -bits) // dtype.itemsize)
-    names = [None if kind is None else _NAMES[kind] for kind in (dtype, table_dtype, id_dtype)]
-    per_thread = 1 if math.prod(shape[:-2]) <= _FEW_TOKENS else 2
-    kernel = rope_per_token(
-        heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, per_thread
-    )
-    return kernel.adapter._get_executable()
-
-
-def _launch_cpu(q, k, cos, sin, positions, mode, start, inverse, y, z):
-    inplace = y is q
-    if q.dtype == torch.bfloat16:  # the C backend has no such type: float32 kernel, then the one rounding
-        wide = [x if x is None else x.float() for x in (q, k, cos, sin)]
-        _launch_cpu(*wide, positions, mode, start, inverse, *wide[:2])
-        y.copy_(wide[0])
-        if k is not None:
-            z.copy_(wide[1])
-        return
-    if q.dim() == 4:
-        for b in range(q.shape[0]):
-            ids = positions if positions is None or positions.dim() == 1 else positions[b]
-            q_b, k_b = (x if x is None else x[b] for x in (q, k))
-            y_b, z_b = (q_b, k_b) if inplace else (x if x is None else x[b] for x in (y, z))
-            _launch_cpu(q_b, k_b, cos, sin, ids, mode, start, inverse, y_b, z_b)
-        return
-    heads_k = 0 if k is None else k.shape[-2]
-    if k is None:
-        k, z = q, y
-    # C takes strides as constants, and none of 0: those over one element mean nothing, so they all become alike
-    q, k, y, z = (
-        x.as_strided(
-            x.shape, [step if size > 1 else x.shape[-1] for size, step in zip(x.shape, x.stride(), strict=True)]
+    table_bits = 16 | table_address | table_dtype.itemsize * table_stride
+    width = (bits & -bits) // dtype.itemsize
+    if table_bits % 16:
+        width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
+    work = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize
+    width, geometry = _geometry(work / torch.cuda.get_device_properties(device).multi_processor_count, width)
+    names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
+    with torch.cuda.device(device):
+        kernel = rope_per_token(
+            heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, **geometry
         )
-        for x in (q, k, y, z)
-    )
-    if not inplace:
-        q, k = (x.contiguous() if 0 in x.stride() else x for x in (q, k))
-    heads_q, D = q.shape[-2:]
-    ids = cos if positions is None else positions.contiguous()
-    strides = tuple(x.stride()[:2] for x in (q, k, y, z)) + ((1,),)
-    run = _prepared_in_c(
-        heads_q, heads_k, D, 2 * cos.shape[1], start, mode, _NAMES[q.dtype], _NAMES[cos.dtype],
-        None if positions is None else _NAMES[positions.dtype], inverse, inplace, strides,
-    )  # fmt: skip
-    run(q, k, cos, sin, ids) if inplace else run(q, k, cos, sin, ids, y, z)
+    run = kernel.adapter._get_executable()
+    if torch.cuda.device_count() == 1:
+        return run
+
+    def there(*arguments):
+        with torch.cuda.device(device):
+            run(*arguments)
+
+    return there
 
 
-@functools.cache
-def _prepared_in_c(*arguments):
-    """Return kernel ④ through the C backend, for tensors on the CPU also where there is a CUDA device."""
-    with tilelang.tvm.target.Target("c"):
-        return tilelang.compile(rope_per_token.func(*arguments[:-1], strides=arguments[-1]), **C_BACKEND)
+def _geometry(work, width, size):
+    """Choose the width of an access, and how threads share the heads, by the bytes of x for each multiprocessor."""
+    if work < 10 * 2**10:
+        return min(width, 8 // size), {"threads": 128, "trigger": True}
+    return width, {"threads": 128, "trigger": False}
 
 
-_FEW_TOKENS = 512  # so many at most: a thread of kernel ④ takes one head, with more it takes two
-_SEVERAL_DEVICES = torch.cuda.device_count() > 1  # then a launch must say which; asking each time costs more than that
-_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "int32", "int64")}
+def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):
+    """Through the C backend, in place on contiguous copies: one build serves every length, batch and layout."""
+    ids = torch.arange(q.shape[-3]) if positions is None else positions
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= cos.shape[0]:
+        raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
+    ids = ids.expand(q.shape[:-2]).flatten().long()
+    wide = torch.float32 if q.dtype == torch.bfloat16 else q.dtype  # C has no bfloat16: float32, then the one rounding
+    if cos.dtype == torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
+        cos, sin, ids = cos[ids].float(), sin[ids].float(), torch.arange(len(ids))  # the rows, never the whole table
+    pairs = [(q, y), (k, z)] if heads_k else [(q, y)]
+    turned = [x.to(wide, copy=True, memory_format=torch.contiguous_format).flatten(0, -3) for x, _ in pairs]
+    D, R = q.shape[-1], 2 * cos.shape[1]
+    names = (str(kind)[6:] for kind in (wide, cos.dtype))
+    kernel = _in_c(q.shape[-2], heads_k, D, R, start, mode, *names, inverse=inverse, inplace=True, width=8)
+    kernel(turned[0], turned[-1], cos, sin, ids)
+    for (x, out), done in zip(pairs, turned, strict=True):
+        if out is not x:
+            out.copy_(x)
+        out[..., start : start + R] = done.view(x.shape)[..., start : start + R]
+
+
 # not "mode": torch.compile's own wrapper of ops that write has a parameter of that name
 _SIGNATURE = "Tensor cos, Tensor sin, Tensor? positions, str convention, int start, bool inverse"
 _op = torch.library.custom_op(
@@ -1066,15 +1034,16 @@ def _(q, k, *_):
 
 
 def _remember(ctx, inputs, output):
-    _, k, cos, sin, positions, *ctx.rest = inputs
+    _, _, cos, sin, positions, *ctx.rest = inputs
     ctx.save_for_backward(cos, sin, positions)
-    ctx.has_k = k is not None
 
 
 def _backward(ctx, grad_y, grad_z):
     mode, start, inverse = ctx.rest
-    grads = _op(grad_y, grad_z if ctx.has_k else None, *ctx.saved_tensors, mode, start, not inverse)
-    return grads[0], grads[1] if ctx.has_k else None, None, None, None, None, None, None
+    q_too, k_too = ctx.needs_input_grad[:2]
+    first, second = (grad_y, grad_z if k_too else None) if q_too else (grad_z, None)
+    first, second = _op(first, second, *ctx.saved_tensors, mode, start, not inverse)
+    return first if q_too else None, (second if q_too else first) if k_too else None, None, None, None, None, None, None
 
 
 _op.register_autograd(_backward, setup_context=_remember)
