@@ -15,6 +15,8 @@ import sys
 import tempfile
 import warnings
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA's own answer would keep it from forked children
+
 import tilelang
 import tilelang.language as T
 import torch
@@ -480,7 +482,6 @@ def rope_per_token(
     batched=False,
     width=1,
     per_thread=1,
-    threads=128,
     trigger=False,
 ):
     """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
@@ -489,27 +490,19 @@ def rope_per_token(
         y[t,h,j]             = q[t,h,j] elsewhere, and likewise z from k          − where inverse
 
     Shapes: kernel(q, k, cos, sin, positions, y, z), or with inplace=True kernel(q, k, cos, sin, positions), which
-    writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 any tensors shaped
-    like q, which are left alone; cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and
-    token t takes row t. batched=True puts a batch axis before the tokens of all but the tables. tokens, batch and P may
-    change from call to call. Ids outside 0 … P−1 give NaN.
-    Strides: channels side by side; on CUDA all others are free, the C backend takes contiguous tensors. `width` is the
-    widest access in elements: addresses and strides are multiples of it, the tables' of an access as long in entries.
+    writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 q and y once more;
+    cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and token t takes row t.
+    batched=True puts a batch axis before the tokens. All sizes but heads, D and R may change from call to call.
+    Strides: channels side by side; all others are free on CUDA, those of contiguous tensors on the C backend. `width`
+    is the widest access in elements: addresses and strides are multiples of it, the tables' in their own elements.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
-    Speed alone: per_thread, heads a thread takes; threads, about how many a block has; trigger, whether the next kernel
-    may start early. From sm_90 on this one's start overlaps the end of the kernel before it in the stream
-    (programmatic dependent launch); nothing is read or written before that one has ended.
+    Ids outside 0 … P−1 give NaN. From sm_90 on the kernel starts before the one ahead of it in the stream has ended
+    (programmatic dependent launch), and waits for that end before it reads or writes.
+    For speed alone: per_thread, heads a thread takes; trigger, whether the next kernel may start as early.
     Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
-    for name, value, least in (
-        ("heads_q", heads_q, 1),
-        ("heads_k", heads_k, 0),
-        ("D", D, 1),
-        ("R", R, 1),
-        ("start", start, 0),
-        ("per_thread", per_thread, 1),
-    ):
+    for name, value, least in (("heads_q", heads_q, 1), ("heads_k", heads_k, 0), ("R", R, 1), ("start", start, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {name}={value}")
     if R % 2:
@@ -522,6 +515,7 @@ def rope_per_token(
         ("table_dtype", table_dtype, ("float32", dtype)),
         ("index_dtype", index_dtype, ("int32", "int64", None)),
         ("width", width, (1, 2, 4, 8)),
+        ("per_thread", per_thread, (1, 2)),
     ):
         if value not in allowed:
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
@@ -533,9 +527,9 @@ def rope_per_token(
     if on_c and dtype == "bfloat16":
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
-    # A thread holds two vectors of a head. The first `turning` threads take those in which its pairs lie, `vec` pairs
-    # each: neox partners are R/2 apart, interleaved ones side by side. The threads after them take the channels that
-    # pass, in vectors of `wide`; in place there are none. A block has `slots` heads side by side, per_thread deep.
+    # A token's heads, q's and then k's, go to `blocks` blocks. A block's first threads turn, `turning` of them a head:
+    # each takes `vec` pairs, in two vectors, R/2 apart for neox, side by side if interleaved. The threads after them,
+    # `passing` a head, copy what passes, two vectors of `wide` each; in place there are none.
     half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
     vec = wide = min(width, 16 // size)
@@ -543,28 +537,27 @@ def rope_per_token(
         vec //= 2
     while D % wide or R % wide or start % wide:
         wide //= 2
-    turning = half // vec
-    lanes = turning + (0 if inplace else -(-(D - R) // (2 * wide)))
-    room = vec if lanes == turning else max(vec, wide)
-    blocks = -(-heads // (max(1, threads // lanes) * per_thread))  # of a token
-    slots = -(-heads // (blocks * per_thread))
-    if slots * lanes > 1024 and not on_c:
-        raise ValueError(f"R={R} at start={start} of D={D} takes {lanes} threads a head for width={width}, over 1024")
+    turning, passing = half // vec, 0 if inplace else -(-(D - R) // (2 * wide))
+    blocks = -(-heads // (max(1, 128 // (turning + passing)) * per_thread))
+    slots = -(-heads // (blocks * per_thread))  # heads side by side in a block, each thread per_thread deep
+    threads = slots * (turning + passing)
+    if threads > 1024 and not on_c:
+        raise ValueError(f"R={R} at start={start} of D={D} takes {threads} threads for width={width}, over 1024")
 
-    # Two moves between registers and memory, in whole vectors. Loads of 16 bytes are PTX, for two things that TileLang
-    # has no word for: the hint that L2 keep the line, which is faster (see notebook 09), and `volatile`, so that x's
-    # loads stay ahead of the id's and none rises above the wait for the kernel before.
+    # Moves of n bytes between registers and memory. Loads of 16 bytes are PTX, for two things that TileLang has no word
+    # for: the hint that L2 keep the line, which is faster (notebook 09), and `volatile`, which keeps x's loads ahead of
+    # the id's and behind the wait for the kernel before.
     prelude = """
-template <int N> __device__ __forceinline__ void store(void* to, const void* from, int offset) {
-  memcpy(__builtin_assume_aligned((char*)to + offset, N < 16 ? N : 16), from, N);
+template <int n> __device__ __forceinline__ void store(void* to, const void* from, int offset) {
+  memcpy(__builtin_assume_aligned((char*)to + offset, n < 16 ? n : 16), from, n);
 }
-template <int N> __device__ __forceinline__ void load(void* to, const void* from, int offset) {
+template <int n> __device__ __forceinline__ void load(void* to, const void* from, int offset) {
   from = (const char*)from + offset;
 #if __CUDA_ARCH__ >= 800
-  if constexpr (N % 16 == 0) {
+  if constexpr (n % 16 == 0) {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    for (int i = 0; i < N / 16; i++) {
+    for (int i = 0; i < n / 16; i++) {
       uint4 v;
       asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
           : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)from + i), "l"(policy));
@@ -573,7 +566,7 @@ template <int N> __device__ __forceinline__ void load(void* to, const void* from
     return;
   }
 #endif
-  memcpy(to, __builtin_assume_aligned(from, N < 16 ? N : 16), N);
+  memcpy(to, __builtin_assume_aligned(from, n < 16 ? n : 16), n);
 }
 """
 
@@ -589,106 +582,113 @@ template <int N> __device__ __forceinline__ void load(void* to, const void* from
     cos_type, sin_type = (tensor(name, (P, half), table_dtype) for name in ("cos", "sin"))
     id_type = tensor("id", lead, index_dtype, inner=()) if gathered else cos_type
 
-    def at(lane, part):
-        """The first channel of a thread's vector, if its pairs turn, and if they pass: the last one perhaps twice."""
-        turned = start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
-        passed = T.min((2 * (lane - turning) + part) * wide, D - R - wide)
-        return turned, passed + T.if_then_else(passed < start, 0, R)
+    def turned(lane, part):
+        return start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
 
-    def place(i):
-        """Where element i of a thread's two vectors of pairs stands in its registers."""
-        return i // vec * room + i % vec
+    def passed(lane, part):
+        channel = T.min((2 * lane + part) * wide, D - R - wide)  # the last vector perhaps twice
+        return channel + T.if_then_else(channel < start, 0, R)
 
-    def move(way, vector, i, address, channel, count, item):
-        here = T.address_of(vector[i])
-        ends = (here, address) if way == "load" else (address, here)
-        T.evaluate(T.call_extern("handle", f"{way}<{count * item}>", *ends, channel * item))
+    def move(way, vector, i, address, channel, n):
+        ends = (T.address_of(vector[i]), address)
+        T.evaluate(T.call_extern("handle", f"{way}<{n}>", *(ends if way == "load" else ends[::-1]), channel))
 
     @T.macro
-    def move_vector(way, x, i, q, k, token, head, channel, count):
-        if not on_c and heads_k:  # q's heads, then k's: a choice of address and no branch
-            address = T.if_then_else(
-                head < heads_q, T.address_of(q[(*token, head, 0)]), T.address_of(k[(*token, head - heads_q, 0)])
-            )
-            move(way, x, i, address, channel, count, size)
-        elif not on_c:
-            move(way, x, i, T.address_of(q[(*token, head, 0)]), channel, count, size)
+    def move_head(way, vector, i, q, k, token, head, channel, count):
+        if not on_c:  # q's heads, then k's: a choice of address and no branch
+            in_q = T.address_of(q[(*token, head, 0)])
+            in_k = T.address_of(k[(*token, head - heads_q, 0)])
+            move(way, vector, i, T.if_then_else(head < heads_q, in_q, in_k), channel * size, count * size)
         elif way == "load":
             for j in T.serial(count):
                 in_q, in_k = q[(*token, head, channel + j)], k[(*token, head - heads_q, channel + j)]
-                x[i + j] = T.if_then_else(head < heads_q, in_q, in_k)
+                vector[i + j] = T.if_then_else(head < heads_q, in_q, in_k)
         else:
             for j in T.serial(count):
                 if head < heads_q:
-                    q[(*token, head, channel + j)] = x[i + j]
+                    q[(*token, head, channel + j)] = vector[i + j]
                 else:
-                    k[(*token, head - heads_q, channel + j)] = x[i + j]
-
-    @T.macro
-    def move_head(way, x, n, q, k, token, head, lane):
-        for part in T.unroll(2):
-            i, (turned, passed) = (2 * n + part) * room, at(lane, part)
-            if lanes == turning or lane < turning:
-                move_vector(way, x, i, q, k, token, head, turned, vec)
-            else:
-                move_vector(way, x, i, q, k, token, head, passed, wide)
+                    k[(*token, head - heads_q, channel + j)] = vector[i + j]
 
     @T.macro
     def load_row(row, table, index, column):
-        if on_c:
+        if not on_c:
+            move("load", row, 0, T.address_of(table[index, 0]), column * table_size, vec * table_size)
+        else:
             for j in T.serial(vec):
                 row[j] = table[index, column + j]
-        else:
-            move("load", row, 0, T.address_of(table[index, 0]), column, vec, table_size)
 
     @T.macro
-    def rotate(q, k, cos, sin, positions, y, z, token, first, lane):
-        x = T.alloc_local((per_thread * 2 * room,), dtype)
+    def turn(q, k, cos, sin, positions, y, z, token, first, lane):
+        x = T.alloc_local((2 * per_thread * vec,), dtype)
         c = T.alloc_local((vec,), table_dtype)
         s = T.alloc_local((vec,), table_dtype)
         # x first: its loads are under way while the id, then the row that it names, arrive. A thread without a head,
         # at the end of a token's last block, reads the last head along and stores nothing: no branch holds up the id.
-        for n in T.unroll(per_thread):
-            move_head("load", x, n, q, k, token, T.min(first + n * slots, heads - 1), lane)
+        for i in T.unroll(2 * per_thread):  # two vectors of each head
+            head = T.min(first + i // 2 * slots, heads - 1)
+            move_head("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
         index = positions[token] if gathered else token[-1]
         if (index >= 0) & (index < cos.shape[0]):
-            column = T.min(lane, turning - 1) * vec  # threads whose channels pass drop what they read
-            load_row(c, cos, index, column)
-            load_row(s, sin, index, column)
+            load_row(c, cos, index, lane * vec)
+            load_row(s, sin, index, lane * vec)
         else:  # outside the table: NaN, which reaches both sums below
             for j in T.unroll(vec):
                 c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
         for n in T.unroll(per_thread):
-            if lane < turning:
-                for j in T.unroll(vec):
-                    one = 2 * n * room + place(j if mode == "neox" else 2 * j)
-                    two = 2 * n * room + place(j + vec if mode == "neox" else 2 * j + 1)
-                    a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
-                    cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
-                    x[one] = T.cast(a * cj - b * sj, dtype)
-                    x[two] = T.cast(b * cj + a * sj, dtype)
-            head = first + n * slots
+            for j in T.unroll(vec):
+                one = 2 * n * vec + (j if mode == "neox" else 2 * j)
+                two = one + (vec if mode == "neox" else 1)
+                a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
+                cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
+                x[one] = T.cast(a * cj - b * sj, dtype)
+                x[two] = T.cast(b * cj + a * sj, dtype)
+        for i in T.unroll(2 * per_thread):
+            head = first + i // 2 * slots
             if head < heads:
-                move_head("store", x, n, y, z, token, head, lane)
+                move_head("store", x, i * vec, y, z, token, head, turned(lane, i % 2), vec)
+
+    @T.macro
+    def carry(q, k, y, z, token, first, lane):
+        x = T.alloc_local((2 * per_thread * wide,), dtype)
+        for i in T.unroll(2 * per_thread):
+            head = T.min(first + i // 2 * slots, heads - 1)
+            move_head("load", x, i * wide, q, k, token, head, passed(lane, i % 2), wide)
+        for i in T.unroll(2 * per_thread):
+            head = first + i // 2 * slots
+            if head < heads:
+                move_head("store", x, i * wide, y, z, token, head, passed(lane, i % 2), wide)
+
+    @T.macro
+    def work(q, k, cos, sin, positions, y, z, token, head, item):
+        if item < slots * turning:
+            first = T.alloc_var("int32", init=head + item // turning)  # variables, or TileLang takes
+            lane = T.alloc_var("int32", init=item % turning)  # the index apart again for each access
+            turn(q, k, cos, sin, positions, y, z, token, first, lane)
+        elif passing:
+            first = T.alloc_var("int32", init=head + (item - slots * turning) // passing)
+            lane = T.alloc_var("int32", init=(item - slots * turning) % passing)
+            carry(q, k, y, z, token, first, lane)
 
     @T.macro
     def launch(q, k, cos, sin, positions, y, z):
-        with T.Kernel(
-            S * blocks, lead[0] if batched else 1, threads=slots * lanes, prelude=None if on_c else prelude
-        ) as (block, b):
+        with T.Kernel(S * blocks, lead[0] if batched else 1, threads=threads, prelude=None if on_c else prelude) as (
+            block,
+            b,
+        ):
+            if not on_c:  # as few registers (32) as let a multiprocessor hold all the threads that it can
+                T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
             if overlapped:
-                T.pdl_sync()  # this block may be up while the kernel before still runs: wait for its end
+                T.pdl_sync()
                 if trigger:
-                    T.pdl_trigger()  # and the next one's may come up while this one runs
+                    T.pdl_trigger()
             t = T.alloc_var("int32", init=block // blocks)
             token, head = (b, t) if batched else (t,), block % blocks * slots * per_thread
             if on_c:
-                for item in T.serial(slots * lanes):
-                    rotate(q, k, cos, sin, positions, y, z, token, head + item // lanes, item % lanes)
-            else:  # variables, so that TileLang does not take the index apart again for each access
-                first = T.alloc_var("int32", init=head + T.get_thread_binding() // lanes)
-                lane = T.alloc_var("int32", init=T.get_thread_binding() % lanes)
-                rotate(q, k, cos, sin, positions, y, z, token, first, lane)
+                for item in T.serial(threads):
+                    work(q, k, cos, sin, positions, y, z, token, head, item)
+            else:
+                work(q, k, cos, sin, positions, y, z, token, head, T.get_thread_binding())
 
     if inplace:
 
@@ -747,7 +747,7 @@ for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, r
     _factory.mode = "lazy"  # what TileLang would find out by a first call; known, `.func` serves any target at once
     _factory.func.set_mode("lazy")
     _factory.cuda_pass_configs = _factory.pass_configs
-    if not torch.cuda.device_count():  # unlike is_available(), it leaves CUDA to a process forked after the import
+    if not torch.cuda.is_available():
         vars(_factory).update(C_BACKEND)
 _in_c = copy.copy(rope_per_token)  # for tensors on the CPU, also beside a CUDA device
 _in_c.__post_init__()  # a cache of its own
@@ -797,6 +797,7 @@ _FLOATS, _INTEGERS = (torch.float16, torch.bfloat16, torch.float32), (torch.int3
 def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
     """Refuse bad input by name; return the first rotated channel."""
     dtype, device, table_dtype = getattr(q, "dtype", None), getattr(q, "device", None), getattr(cos, "dtype", None)
+    eager = not torch.compiler.is_compiling()
     for name, x, dtypes in (
         ("q", q, _FLOATS),
         ("k", k, (dtype,)),
@@ -810,7 +811,7 @@ def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
             raise TypeError(f"{name} takes a tensor, got {x!r}")
         if type(x) is not torch.Tensor and hasattr(x, "to_local"):
             raise TypeError(f"{name} takes a tensor on one device, got {type(x).__name__}: pass {name}.to_local()")
-        if x.layout is not torch.strided or x.is_nested or x.is_neg():  # a kernel receives an address, which hides it
+        if x.layout is not torch.strided or x.is_nested or (eager and x.is_neg()):  # an address hides all of it
             raise TypeError(f"{name} takes a dense tensor, not lazily negated: try .to_dense() or .resolve_neg()")
         if x.dtype not in dtypes:
             raise TypeError(f"{name} takes {' or '.join(map(str, dtypes))}, got {x.dtype}")
@@ -848,7 +849,7 @@ def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
         raise TypeError(f"start takes an integer, got {start!r}")
     if not 0 <= start <= D - R:
         raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
-    if not torch.compiler.is_compiling():
+    if eager:
         forward = torch.autograd.forward_ad
         if torch._C._are_functorch_transforms_active() or (
             forward._current_level >= 0
@@ -970,8 +971,9 @@ def _kernel(
     width = (bits & -bits) // dtype.itemsize
     if table_bits % 16:
         width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
-    work = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize
-    width, geometry = _geometry(work / torch.cuda.get_device_properties(device).multi_processor_count, width)
+    threads = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize // 16
+    geometry = _geometry(threads // torch.cuda.get_device_properties(device).multi_processor_count, inplace)
+    width = min(width, geometry.pop("bytes") // dtype.itemsize)
     names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
     with torch.cuda.device(device):
         kernel = rope_per_token(
@@ -988,11 +990,12 @@ def _kernel(
     return there
 
 
-def _geometry(work, width, size):
-    """Choose the width of an access, and how threads share the heads, by the bytes of x for each multiprocessor."""
-    if work < 10 * 2**10:
-        return min(width, 8 // size), {"threads": 128, "trigger": True}
-    return width, {"threads": 128, "trigger": False}
+def _geometry(threads, inplace):
+    """Choose by the threads that a multiprocessor gets at 16 bytes of x each; it holds 2,048 at once."""
+    few = threads <= 1024  # short of work: more and smaller threads, and room for the next kernel's to come up early
+    # in place, lines are written soon after they are read: narrower accesses, and two heads a thread once it is full
+    many = inplace and threads > 4 * 2048
+    return {"bytes": 8 if few or inplace else 16, "per_thread": 2 if many else 1, "trigger": few}
 
 
 def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):
@@ -1001,7 +1004,7 @@ def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z)
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= cos.shape[0]:
         raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
-    ids = ids.expand(q.shape[:-2]).flatten().long()
+    ids = ids.expand(q.shape[:-2]).flatten().long().contiguous()
     wide = torch.float32 if q.dtype == torch.bfloat16 else q.dtype  # C has no bfloat16: float32, then the one rounding
     if cos.dtype == torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin, ids = cos[ids].float(), sin[ids].float(), torch.arange(len(ids))  # the rows, never the whole table
