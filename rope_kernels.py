@@ -580,7 +580,7 @@ template <int n> __device__ __forceinline__ void load(void* to, const void* from
     q_type, y_type = (tensor(name, (*lead, heads_q, D), dtype) for name in "qy")
     k_type, z_type = (tensor(name, (*lead, heads_k or heads_q, D), dtype) for name in "kz")
     cos_type, sin_type = (tensor(name, (P, half), table_dtype) for name in ("cos", "sin"))
-    id_type = tensor("id", lead, index_dtype, inner=()) if gathered else cos_type
+    id_type = tensor("id", lead, index_dtype, inner=()) if gathered else tensor("id", (P, half), table_dtype)
 
     def turned(lane, part):
         return start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
@@ -593,12 +593,15 @@ template <int n> __device__ __forceinline__ void load(void* to, const void* from
         ends = (T.address_of(vector[i]), address)
         T.evaluate(T.call_extern("handle", f"{way}<{n}>", *(ends if way == "load" else ends[::-1]), channel))
 
+    def address(q, k, token, head):
+        """Of q's heads, and then of k's: a choice of address and no branch."""
+        in_q, in_k = T.address_of(q[(*token, head, 0)]), T.address_of(k[(*token, head - heads_q, 0)])
+        return T.if_then_else(head < heads_q, in_q, in_k)
+
     @T.macro
     def move_head(way, vector, i, q, k, token, head, channel, count):
-        if not on_c:  # q's heads, then k's: a choice of address and no branch
-            in_q = T.address_of(q[(*token, head, 0)])
-            in_k = T.address_of(k[(*token, head - heads_q, 0)])
-            move(way, vector, i, T.if_then_else(head < heads_q, in_q, in_k), channel * size, count * size)
+        if not on_c:
+            move(way, vector, i, address(q, k, token, head), channel * size, count * size)
         elif way == "load":
             for j in T.serial(count):
                 in_q, in_k = q[(*token, head, channel + j)], k[(*token, head - heads_q, channel + j)]
