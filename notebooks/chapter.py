@@ -105,6 +105,20 @@ def global_accesses(source, names=("x", "cos", "sin", "y")):
     return counts
 
 
+class Verdict:
+    """What a check found, printed in one line: true if there is no fault, and no second line as a cell's value."""
+
+    def __init__(self, fault):
+        self.fault = fault
+        print("Right." if fault is None else f"Wrong: {fault}.")
+
+    def __bool__(self):
+        return self.fault is None
+
+    def _ipython_display_(self):
+        """Show nothing: the verdict has been printed."""
+
+
 class Recorded:
     """The measurements of one GPU run, as notebooks/measurements/measure.py wrote them."""
 

@@ -1,10 +1,9 @@
-"""Checks of the exercises in notebooks 01 to 09: each prints a verdict, returns it as a bool and never raises.
+"""Checks of the exercises in notebooks 01 to 09: each prints a verdict and never raises.
 
 What is right comes from a formula in float64 or from the references, never from a worked answer.
 """
 
 import functools
-import traceback
 import unittest.mock
 
 import chapter
@@ -15,17 +14,22 @@ import rope_kernels as rk
 
 
 def checker(find_faults):
-    """Make a check of an answer from a generator of what is wrong with it, or None; the first fault is told."""
+    """Make a check of an answer from a generator of what is wrong with it, or None; the first fault is told.
+
+    `check(answer)` prints the verdict; `check.fault(answer)` returns the fault, or None for a right answer.
+    """
+
+    def fault(answer):
+        try:
+            return next((fault for fault in find_faults(answer) if fault is not None), None)
+        except (Exception, SystemExit) as error:
+            return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
     @functools.wraps(find_faults)
     def check(answer):
-        try:
-            fault = next((fault for fault in find_faults(answer) if fault is not None), None)
-        except (Exception, SystemExit) as error:
-            fault = f"it raised {traceback.format_exception_only(error)[0].splitlines()[0][:200]}"
-        print("Right." if fault is None else f"Wrong: {fault}.")
-        return fault is None
+        return chapter.Verdict(fault(answer))
 
+    check.fault = fault
     return check
 
 
@@ -40,13 +44,19 @@ def tables(positions, R, base=10000.0):
 
 
 def difference(found, right, tolerance=0.0):
-    """Say how a tensor differs from the right one, or return None."""
+    """Say where a tensor first differs from the right one by more than the tolerance, or return None."""
     if not isinstance(found, torch.Tensor):
         return f"it returned {type(found).__name__} in place of a tensor"
     if found.shape != right.shape:
-        return f"it returned the shape {tuple(found.shape)} for {tuple(right.shape)}"
-    error = (found.double().cpu() - right.double().cpu()).abs().max().item()
-    return None if error <= tolerance else f"the largest error is {error:.3g}"
+        return f"it returned the shape {tuple(found.shape)}, right is {tuple(right.shape)}"
+    found, right = found.detach().double().cpu(), right.detach().double().cpu()
+    wrong = ~((found == right) | ((found - right).abs() <= tolerance))  # so NaN is wrong
+    if not wrong.any():
+        return None
+    at = tuple(wrong.nonzero()[0].tolist())
+    pairs = ((f"{found[at]:.{digits}g}", f"{right[at]:.{digits}g}") for digits in (4, 8, 17))
+    got, wanted = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{int(wrong.sum())} of {wrong.numel()} elements are wrong, first {list(at)}: got {got}, right is {wanted}"
 
 
 def value(name, found, right):

@@ -327,7 +327,7 @@ def test_every_exercise_names_its_check_and_has_planted_wrong_answers():
 
 @pytest.mark.parametrize(("name", "answer"), PLANTED)
 def test_planted_wrong_answers_are_rejected(name, answer, capsys):
-    assert CHECKS[f"check_{name}"](answer) is False
+    assert not CHECKS[f"check_{name}"](answer)
     said = capsys.readouterr().out
     assert said.startswith("Wrong: ") and said.count("\n") == 1
     if callable(answer):
@@ -343,7 +343,7 @@ def test_a_check_never_raises(name, capsys):
         return None
 
     for answer in (None, raises, gives_nothing, "words"):
-        assert CHECKS[name](answer) is False
+        assert not CHECKS[name](answer)
         assert capsys.readouterr().out.startswith("Wrong: ")
 
 
@@ -362,5 +362,22 @@ def test_a_check_never_raises(name, capsys):
     ],
 )  # fmt: skip
 def test_other_right_answers_are_accepted(name, answer, capsys):
-    assert CHECKS[f"check_{name}"](answer) is True
+    assert CHECKS[f"check_{name}"](answer)
     assert capsys.readouterr().out == "Right.\n"
+
+
+def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
+    right = torch.tensor([[1.0, 2.0], [3.0, float("inf")]])
+    assert ex.difference(right.clone(), right) is None
+    assert ex.difference(right + 1e-6, right, 1e-5) is None
+    assert ex.difference(right[None], right) == "it returned the shape (1, 2, 2), right is (2, 2)"
+    assert ex.difference(None, right) == "it returned NoneType in place of a tensor"
+    nan = ex.difference(right * float("nan"), right, 1e9)
+    assert nan == "4 of 4 elements are wrong, first [0, 0]: got nan, right is 1"
+    close = ex.difference(torch.tensor([1.0, 2.00001]), torch.tensor([1.0, 2.0]), 1e-6)
+    assert close == "1 of 2 elements are wrong, first [1]: got 2.00001, right is 2"
+
+
+def test_a_check_tells_a_test_its_fault(capsys):
+    assert ex.check_06_2.fault(8192) is None and "no power of two" in ex.check_06_2.fault(8388)
+    assert capsys.readouterr().out == ""  # only check(…) itself prints; nbval holds that a cell shows one line
