@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import nbclient
 import nbformat
 import pytest
 from books import NOTEBOOKS, cells, execute, prose, worked_answers
@@ -40,7 +41,8 @@ def test_every_code_cell_was_executed_in_order(path):
 @every_notebook
 def test_cells_are_short_and_quiet(path):
     for cell in cells(path, "code"):
-        assert len(cell.source.splitlines()) <= 15, cell.source
+        longest = 32 if "@T.prim_func" in cell.source else 15  # a kernel stands in one piece
+        assert len(cell.source.splitlines()) <= longest, cell.source
         for output in cell.outputs:
             if output.output_type == "error":
                 assert "raises-exception" in cell.metadata.get("tags", []), cell.source
@@ -94,6 +96,26 @@ def test_every_notebook_has_an_exercise_with_hints_and_an_answer(path):
     summaries = re.findall(r"<summary>(.*?)</summary>", prose(path))
     assert any("Hint" in summary for summary in summaries)
     assert any("nswer" in summary for summary in summaries)
+
+
+@pytest.mark.parametrize(
+    ("prelude", "sentence"),
+    [
+        ("import importlib.util as util; util.find_spec = lambda name: None", "This notebook needs torch, tilelang"),
+        (
+            "import os; os.environ |= {'PATH': '', 'CXX': '', 'CC': '', 'CUDA_VISIBLE_DEVICES': ''}",
+            "This cell builds a k",
+        ),
+    ],
+)
+def test_where_something_is_missing_one_cell_says_so_and_later_ones_point_to_it(prelude, sentence):
+    stops = "import chapter, rope_kernels as rk\nkernel = rk.rope_neox_naive(4, 34)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in (prelude, stops, "kernel(1)")])
+    where = {"metadata": {"path": ROOT / "notebooks"}}
+    nbclient.NotebookClient(notebook, allow_errors=True, resources=where).execute()
+    cause, later = (cell.outputs[-1].traceback for cell in notebook.cells[1:])
+    assert len(cause) == 1 and cause[0].startswith(sentence)
+    assert later == ["name 'kernel' is not defined, since an earlier cell stopped: its message says why."]
 
 
 ANSWERS = [
