@@ -3,6 +3,7 @@
 import math
 import re
 
+import chapter
 import exercises as ex
 import pytest
 import self_checks as sc
@@ -81,6 +82,22 @@ def through(x_dtype, table_dtype, result=torch.float16):
     return lambda x, cos, sin: rk.torch_rope_neox(
         x.to(x_dtype), *(t.to(table_dtype).to(x_dtype) for t in (cos, sin))
     ).to(result)
+
+
+def by_kernel(x, cos, sin, factory=rk.rope_neox_naive):
+    """Rotate in float32, from kernel ①, which the worked answer doesn't use."""
+    return factory(*x.shape, dtype="float32")(*(t.float().to(chapter.DEVICE) for t in (x, cos, sin))).half()
+
+
+def misrounded_at_times(x, cos, sin):
+    y = by_kernel(x, cos, sin)
+    y.view(-1)[::100] = torch.nextafter(y.view(-1)[::100], torch.tensor(9, dtype=y.dtype, device=y.device))
+    return y
+
+
+def by_op(x, cos, sin):
+    x, cos, sin = (t.to(chapter.DEVICE) for t in (x[:, None], cos.float(), sin.float()))
+    return rk.apply_rope(x, None, cos, sin)[0][:, 0]
 
 
 def width(head_dim, share, *, rounds=round, even=True, least=2, whole=True):
@@ -246,6 +263,11 @@ WRONG = {
         "not rounded": through(torch.float32, torch.float32, torch.float32),
         "bf16 on the way": through(torch.bfloat16, torch.bfloat16),
         "interleaved": lambda x, c, s: rk.torch_rope_interleaved(x.float(), c.float(), s.float()).half(),
+        "without a kernel": through(torch.float32, torch.float32),
+        "one in a hundred misrounded": misrounded_at_times,
+        "rounded, then wider": lambda x, c, s: by_kernel(x, c, s).float(),
+        "times NaN": lambda x, c, s: by_kernel(x, c, s) * float("nan"),
+        "one more axis": lambda x, c, s: by_kernel(x, c, s)[None],
     },
     "07_1": {
         "int": lambda head_dim, share: width(head_dim, share, rounds=int, even=False, whole=False),
@@ -280,6 +302,10 @@ WRONG = {
         "undone only": lambda keys, at, short, long: turn(keys, -at[:, None] * short),
         "the other way": lambda keys, at, short, long: turn(keys, at[:, None] * (short - long)),
         "in float32": lambda keys, at, short, long: turn(keys, (at[:, None] * (long - short)).float()),
+        "interleaved": lambda keys, at, short, long: rk.torch_rope_interleaved(
+            keys, (at[:, None] * (long - short)).cos(), (at[:, None] * (long - short)).sin()
+        ),
+        "times NaN": lambda keys, at, short, long: turn(keys, at[:, None] * (long - short)) * float("nan"),
     },
     "08_3": {
         "in sections": lambda s: torch.tensor([0] * s[0] + [1] * s[1] + [2] * s[2]),
@@ -356,7 +382,9 @@ def test_a_check_never_raises(name, capsys):
         ("03_1", lambda R, threads=256: min(R // 2, threads)),
         ("03_3", lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0]),
         ("05_3", lambda y, c, s, partner, mask, col: y * c[..., col] + y[..., partner] * (-mask * s[..., col])),
-        ("06_3", through(torch.float32, torch.float32)),
+        ("06_3", by_kernel),
+        ("06_3", by_op),
+        ("08_2", lambda keys, at, short, long: turn(turn(keys, -at[:, None] * short), at[:, None] * long)),
         ("08_3", lambda s: [0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
         ("09_3", cached()),
     ],
@@ -364,6 +392,26 @@ def test_a_check_never_raises(name, capsys):
 def test_other_right_answers_are_accepted(name, answer, capsys):
     assert CHECKS[f"check_{name}"](answer)
     assert capsys.readouterr().out == "Right.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("06_3", "fp16 tables", "misrounded, those of tables rounded to fp16"),
+        ("06_3", "without a kernel", "no kernel ran"),
+        ("06_3", "one in a hundred misrounded", "% of the elements are misrounded"),
+        ("06_3", "rounded, then wider", "the result's dtype is not torch.float32"),
+        ("08_2", "nothing", "the keys come back as they were"),
+        ("08_2", "not undone", "the short rotation is not undone"),
+        ("08_2", "undone only", "the long one is missing"),
+        ("08_2", "the other way", "it turns the other way"),
+        ("08_2", "in float32", "the angles belong in float64"),
+        ("08_2", "interleaved", "its pairs are interleaved"),
+        ("08_2", "times NaN", "got nan"),
+    ],
+)
+def test_a_known_mistake_is_named(name, answer, said):
+    assert said in CHECKS[f"check_{name}"].fault(WRONG[name][answer])
 
 
 def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
