@@ -8,6 +8,7 @@ must not stand in a file that holds these factories.
 import functools
 import itertools
 import math
+import re
 import sys
 import warnings
 
@@ -103,30 +104,84 @@ _LENGTH = "original_max_position_embeddings"
 _KEYS = {  # what each type reads beside the keys of them all
     "default": "rope_type type rope_theta mrope_section mrope_interleaved",
     "linear": "factor",
-    "dynamic": "factor",
+    "dynamic": "factor alpha",
     "llama3": f"factor {_LENGTH} low_freq_factor high_freq_factor",
     "yarn": f"factor {_LENGTH} beta_fast beta_slow truncate attention_factor mscale mscale_all_dim",
-    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor",
+    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor short_mscale long_mscale",
     "proportional": "factor partial_rotary_factor",
+}
+_SPELLINGS = {"mrope": "default", "su": "longrope", "deepseek_yarn": "yarn"}
+_ELSEWHERE = {  # keys that change the model, but not here
+    "llama_4_scaling_beta": "a scale on q",
+    "attn_factor": "engines that multiply the attention factor by it",
+    "partial_rotary_factor": "rope_dim",
+    "max_position_embeddings": "max_position",
+    "rope_interleave": "the rotation's mode",
+    "rope_interleaved": "the rotation's mode",
+    "indexer_rope_interleave": "the indexer's mode",
+}
+_CALLED = {  # what files call it
+    "R": "qk_rope_head_dim rotary_dim",
+    "head width": "head_dim attention_head_dim kv_channels",
+    "hidden size": "hidden_size n_embd d_model",
+    "heads": "num_attention_heads n_head num_heads",
+    "share": "partial_rotary_factor rotary_pct rope_pct",
+    "base": "rope_theta rotary_emb_base rotary_embedding_base",
+    "max_position": "max_position_embeddings n_positions",
+}
+_BY_TYPE = {  # keys for one type of layers, and what they stand for there
+    "full_attention": {"global_rope_theta": "rope_theta", "global_head_dim": "head_dim"},
+    "sliding_attention": dict.fromkeys(["local_rope_theta", "rope_local_base_freq", "swa_rope_theta"], "rope_theta"),
+}
+_BY_LAYER = {  # lists with an entry for each layer, and what it stands for there; without it the layer is not rotated
+    "no_rope_layers": "rotary",
+    "layer_rope_theta": "rope_theta",
+    "rope_theta": "rope_theta",
+    "partial_rotary_factors": "partial_rotary_factor",
+}
+_LEFT_OUT = {  # what files of these types of models may leave to their class in transformers
+    "falcon gptj llama mistral": {"base": 10000.0},
+    "glm glm4 glm4_moe nemotron persimmon phi recurrent_gemma": {"share": 0.5},
+    "gpt_neox qwen3_5_text qwen3_5_moe_text qwen3_next stablelm": {"share": 0.25},
+    "gemma3_text gemma3n_text t5gemma2_text t5gemma2_decoder": {
+        "base": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "head width": 256,
+    },
+    "modernbert modernbert-decoder": {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0},
+    "olmo3": {"rope_local_base_freq": 500000.0},
+}
+_UNSETTLED = {  # types whose class makes another table than the file says
+    "ernie4_5_vl_moe_text": "its frequencies are sorted by axis",
+    "minimax_m3_vl_text": "its class rotates whole heads, whatever rotary_dim says",
+}
+_ABOUT_ROPE = re.compile("rope|rotary|theta").search
+_KNOWN = "rope_parameters rope_scaling rope_ratio original_rope rotary use_rotary_pos_emb use_mem_rope"
+_KNOWN = {
+    *_KNOWN.split(),
+    *" ".join(_CALLED.values()).split(),
+    *_ELSEWHERE,
+    *_BY_LAYER,
+    *sum(map(list, _BY_TYPE.values()), []),
 }
 
 
-def _integer(name, value, least):
+def _integer(name, value, least, most=2**31 - 1):
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} takes an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {name}={value}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be at least {least} and at most {most}, got {name}={value}")
     return value
 
 
-def _number(given, key, default=None, above=0.0):
+def _number(given, key, default=None, above=0.0, or_zero=False):
     value = given.get(key, default)
     if value is None:
         raise ValueError(f"{key} is missing: it takes a number above {above:g}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{key} takes a number, got {value!r}")
-    if not above < value < math.inf:
-        raise ValueError(f"{key} takes a finite number above {above:g}, got {key}={value!r}")
+    if not (above < value <= 1e12 and value >= 1e-12 or or_zero and value == 0):  # beyond, powers would overflow
+        raise ValueError(f"{key} takes a number above {above:g}, from 1e-12 to 1e12, got {key}={value!r}")
     return float(value)
 
 
@@ -152,7 +207,7 @@ def _yarn(theta, base, given):
     b += 0.001 * (a == b)  # a steep ramp instead of 0/0
     ramp = ((torch.arange(len(theta), dtype=torch.float64, device="cpu") - a) / (b - a)).clamp(0, 1)
     # as in transformers, zero counts as absent, and one mscale without the other plays no part
-    k, k_all = (_number(given, key) if given.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    k, k_all = (_number(given, key, 0, or_zero=True) for key in ("mscale", "mscale_all_dim"))
     growth = 0.1 * math.log(max(s, 1.0))
     factor = (k * growth + 1) / (k_all * growth + 1) if k and k_all else growth + 1
     return theta / s * ramp + theta * (1 - ramp), _number(given, "attention_factor", factor)
@@ -167,10 +222,13 @@ def _longrope(theta, given, seq_len):
             raise ValueError(f"{name} takes R/2={len(theta)} numbers, got {len(divisors)}")
         for entry in divisors:
             _number({name: entry}, name)
-    divisors = given["long_factor" if seq_len is not None and seq_len > length else "short_factor"]
+    reach = "long" if seq_len is not None and seq_len > length else "short"
+    divisors = torch.tensor(given[f"{reach}_factor"], dtype=torch.float64, device="cpu")
+    if f"{reach}_mscale" in given:
+        return theta / divisors, _number(given, f"{reach}_mscale")
     s = _number(given, "factor", 1.0 if "attention_factor" in given else None)
     factor = _number(given, "attention_factor", math.sqrt(1 + math.log(max(s, 1.0)) / math.log(length)))
-    return theta / torch.tensor(divisors, dtype=torch.float64, device="cpu"), factor
+    return theta / divisors, factor
 
 
 def _proportional(theta, given):
@@ -179,6 +237,22 @@ def _proportional(theta, given):
     if share > 1 or pairs < 1 or abs(share * len(theta) - pairs) > 1e-6:
         raise ValueError(f"partial_rotary_factor takes whole pairs of R/2={len(theta)} in (0, 1], got {share!r}")
     return theta * (torch.arange(len(theta), device="cpu") < pairs) / _number(given, "factor", 1.0)
+
+
+def _kind(given):
+    kinds = {key: given[key] for key in ("rope_type", "type") if key in given}
+    for key, kind in kinds.items():
+        if not isinstance(kind, str) or kind not in (*_KEYS, *_SPELLINGS):
+            raise ValueError(f"{key} takes {', '.join((*_KEYS, *_SPELLINGS))}, got {kind!r}")
+    if len(found := {_SPELLINGS.get(kind, kind) for kind in kinds.values()}) > 1:
+        raise ValueError(f"rope_type and type must agree, got {kinds}")
+    return found.pop() if found else "default"
+
+
+def _warn_of(keys):
+    if keys:
+        places = ", ".join(f"{key} (it belongs to {_ELSEWHERE[key]})" for key in keys)
+        warnings.warn(f"not applied here: {places}", stacklevel=3)
 
 
 def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_position=None):
@@ -212,7 +286,7 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
     Source: RoFormer, arXiv:2104.09864; YaRN (dynamic too), arXiv:2309.00071; LongRoPE, arXiv:2402.13753; Llama 3,
     arXiv:2407.21783; the values are those of transformers' ROPE_INIT_FUNCTIONS.
     """
-    if _integer("rope_dim", rope_dim, least=2) % 2:
+    if _integer("rope_dim", rope_dim, least=2, most=2**16) % 2:
         raise ValueError(f"rope dim must be even, got R={rope_dim}")
     seq_len = None if seq_len is None else _integer("seq_len", seq_len, least=0)
     max_position = None if max_position is None else _integer("max_position", max_position, least=1)
@@ -223,13 +297,11 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
         given.setdefault("truncate", False)  # transformers reads null so
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ValueError(f"scaling takes the dictionary of one layer type, got several: {nested}")
-    if unknown := given.keys() - set(" ".join(_KEYS.values()).split()):
-        warnings.warn(f"scaling has keys that are unknown and change nothing: {sorted(unknown)}", stacklevel=2)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind != given.get("type", kind):
-        raise ValueError(f"rope_type and type must agree, got rope_type={kind!r} and type={given['type']!r}")
-    if kind not in list(_KEYS):  # a list, for kinds that do not hash
-        raise ValueError(f"rope_type takes {', '.join(_KEYS)}, got {kind!r}")
+    kind = _kind(given)
+    known = set(" ".join(_KEYS.values()).split()) - (set() if kind == "proportional" else {"partial_rotary_factor"})
+    _warn_of([key for key in given if key in _ELSEWHERE and key not in known])
+    if unknown := given.keys() - known - _ELSEWHERE.keys():
+        warnings.warn(f"scaling has unknown keys, which are not applied: {sorted(unknown)}", stacklevel=2)
     if not given.keys() & {"rope_type", "type"} and given.keys() & {"factor", "long_factor"}:
         raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
     if max_position is not None and kind in ("yarn", "longrope"):
@@ -242,8 +314,12 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
     if kind == "dynamic":
         if rope_dim < 4:
             raise ValueError(f"dynamic takes a rope_dim of at least 4, its exponent is R/(R−2), got R={rope_dim}")
-        s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
-        base *= (s * max(seq_len or 0, trained) / trained - (s - 1)) ** (rope_dim / (rope_dim - 2))
+        if "alpha" in given:
+            stretch = _number(given, "alpha")
+        else:
+            s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
+            stretch = s * max(seq_len or 0, trained) / trained - (s - 1)
+        base *= stretch ** (rope_dim / (rope_dim - 2))
     theta = base ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64, device="cpu") / rope_dim)
     if kind == "yarn":
         return _yarn(theta, base, given)
@@ -252,6 +328,118 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
     if kind in ("llama3", "proportional"):
         return (_llama3 if kind == "llama3" else _proportional)(theta, given), 1.0
     return theta / _number(given, "factor") if kind == "linear" else theta, 1.0
+
+
+def _said(config, what):
+    said = {key: config[key] for key in _CALLED[what].split() if key in config}
+    value = next(iter(said.values()), config.get(what))
+    if any(other != value for other in said.values()):
+        raise ValueError(f"config says {what} more than once, and not alike: {said}")
+    return value
+
+
+def _of_layer(config, layer_type):
+    """Return what config says of one type of layers, or of one layer by its number, and its dictionary of scaling."""
+    config, types = dict(config), config.get("layer_types") or []
+    number = layer_type if isinstance(layer_type, int) and not isinstance(layer_type, bool) else None
+    if number is None and not isinstance(layer_type, (str, type(None))):
+        raise TypeError(f"layer_type takes the name of a type of layers or a layer's number, got {layer_type!r}")
+    if number is not None and not 0 <= number < (layers := config.get("num_hidden_layers", len(types))):
+        raise ValueError(f"layer_type takes a layer's number below {layers}, got {number}")
+    if (interval := config.pop("no_rope_layer_interval", None)) and not config.get("no_rope_layers"):
+        config["no_rope_layers"] = [(i + 1) % interval for i in range(config["num_hidden_layers"])]
+    for key, name in _BY_LAYER.items():
+        if isinstance(entries := config.get(key), list) and entries:
+            if number is None and any(entry != entries[0] for entry in entries):
+                raise ValueError(f"{key} differs by layer: layer_type takes a layer's number, got {layer_type!r}")
+            if not (entry := entries[number or 0]):
+                raise ValueError(f"layer {number} is not rotated, by {key}")
+            config[name] = entry
+    if number is not None and types:
+        layer_type = types[number]
+    for i, override in config.get("per_layer_config", {}).items():
+        if int(i) == number or number is None and types[int(i)] == layer_type:
+            config |= override
+
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key, {}), dict):
+            raise TypeError(f"{key} takes a dictionary, got {config[key]!r}")
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if old and new and any(new.get(key) != value for key, value in old.items()):
+        raise ValueError(f"rope_scaling and rope_parameters are both there, and not alike: {old}, {new}")
+    scaling = new or old
+    nested = any(isinstance(value, dict) for value in scaling.values())
+    by_type = [key for keys in _BY_TYPE.values() for key in keys if key in config]
+    names = list(scaling) if nested else list(_BY_TYPE) if by_type else types
+    if layer_type not in names and (nested or by_type or names and layer_type is not None):
+        raise ValueError(f"layer_type takes one of {sorted(set(names))}, got {layer_type!r}")
+    if nested:
+        scaling = scaling[layer_type]
+        if scaling is None:
+            raise ValueError(f"layers of the type {layer_type} are not rotated, by rope_parameters")
+        config.pop("compress_rope_theta", None)  # DeepSeek-V4's: it is in the dictionary
+    elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
+        scaling = {}  # Gemma 3: only full attention is scaled
+    config |= {name: config[key] for key, name in _BY_TYPE.get(layer_type, {}).items() if key in config}
+    return config, {key: value for key, value in scaling.items() if value is not None}
+
+
+def rope_settings(config, layer_type=None):
+    """Read a whole config.json: return what rope_frequencies(**settings, seq_len=…) takes.
+
+    config is a dictionary, as json.load gives it, or an object with to_dict; a text_config in it is entered. layer_type
+    is the name of a type of layers or the number of a layer, and is needed where the settings differ by layer.
+    R is qk_rope_head_dim or rotary_dim; else the head's width (or hidden size / heads) times the share that is rotated,
+    cut to an integer as transformers does; for proportional it is the whole width.
+    Returns {"rope_dim": int, "base": float, "scaling": dictionary, "max_position": int or None}. The pairing is not in
+    it: config.json does not settle it. Keys that belong elsewhere in the model are warned about.
+    Errors: ValueError for what cannot be settled, naming the keys: no width or base, several types of layers and none
+    named, values that disagree, layers that are not rotated, image towers, keys with rope, rotary or theta in them
+    that are not known; TypeError for wrong types.
+    Source: transformers' configuration classes, which hold what files leave out.
+    """
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(config, dict):
+        raise TypeError(f"config takes a dictionary or an object with to_dict, got {config!r}")
+    config = {key: value for key, value in config.items() if value is not None}
+    if isinstance(text := config.get("text_config"), dict):
+        if apart := [key for key in config if _ABOUT_ROPE(key) and config[key] != text.get(key)]:
+            raise ValueError(f"text_config says something else than what is beside it: {apart}")
+        config = {key: value for key, value in text.items() if value is not None}
+    kind = config.get("model_type")
+    if reason := _UNSETTLED.get(kind) or (config.keys() & {"patch_size", "image_size"} and "it is an image tower"):
+        raise ValueError(f"model_type {kind} has no table that the file settles: {reason}")
+    left_out = next((values for types, values in _LEFT_OUT.items() if kind in types.split()), {})
+    config, scaling = _of_layer(left_out | config, layer_type)
+    if unknown := [key for key in config if _ABOUT_ROPE(key) and key not in _KNOWN]:
+        raise ValueError(f"config has keys about rotation that are not understood: {unknown}")
+    if not config.get("rotary", True) or config.get("alibi") or config.get("position_embedding_type") == "nope":
+        raise ValueError("config says that these layers are not rotated, by rotary, alibi or position_embedding_type")
+    _warn_of([key for key in config if "interleave" in key and key in _ELSEWHERE])
+
+    share, given = scaling.pop("partial_rotary_factor", _said(config, "share")), _said(config, "R")
+    share = 1.0 if share is None else _number({"partial_rotary_factor": share}, "partial_rotary_factor")
+    width = _said(config, "head width")
+    if width is None and (hidden := _said(config, "hidden size")) and (heads := _said(config, "heads")):
+        width = _integer("hidden size", hidden, 1) // _integer("heads", heads, 1)
+    if width is None and given is None:
+        raise ValueError(f"config has no head width, only {sorted(config)}")
+    if _kind(scaling) == "proportional":
+        scaling["partial_rotary_factor"], rope_dim = share, width
+    else:
+        rope_dim = int(width * share) if given is None else given
+    if share > 1 or given is not None and share < 1 and int(width * share) != given:
+        raise ValueError(f"the share that is rotated, {share}, does not fit R={given}, head width {width}")
+    if _LENGTH in config:
+        scaling[_LENGTH] = config[_LENGTH]
+    base = scaling.pop("rope_theta", _said(config, "base"))
+    if base is None and kind is not None:
+        raise ValueError(f"config has no rope_theta, and what model_type {kind} takes without it is not known here")
+    base = _number({"rope_theta": 10000.0 if base is None else base}, "rope_theta") * _number(config, "rope_ratio", 1)
+    max_position = _said(config, "max_position")
+    if scaling.get("max_position_embeddings") == max_position:
+        scaling.pop("max_position_embeddings", None)
+    return {"rope_dim": rope_dim, "base": base, "scaling": scaling, "max_position": max_position}
 
 
 def _rounded_once(value, dtype):
@@ -280,6 +468,8 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     """
     if getattr(inv_freq, "dtype", None) not in (torch.float64, torch.float32):
         raise TypeError(f"inv_freq takes a float64 or float32 tensor, got {getattr(inv_freq, 'dtype', inv_freq)!r}")
+    if inv_freq.requires_grad:
+        raise ValueError("inv_freq gets no gradient: pass inv_freq.detach()")
     if inv_freq.dim() != 1:
         raise ValueError(f"inv_freq takes one entry a pair, (R/2,), got {tuple(inv_freq.shape)}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -290,7 +480,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
     device = positions.device if device is None else device
-    angle = positions.to(device, torch.float64)[..., None] * inv_freq.detach().to(device, torch.float64)
+    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device, torch.float64)
     cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
     return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
 
