@@ -175,6 +175,8 @@ def check_03_1(working_threads):
         found = working_threads(R, threads)
         if found != min(R // 2, threads):
             yield f"for R = {R} and {threads} threads it says {found}"
+    with unittest.mock.patch.object(chapter, "cuda_source", return_value="if (((int)threadIdx.x) < 23) {"):
+        yield None if working_threads(64, 256) == 23 else "it computes the number, and the task is to read it"
 
 
 @checker
@@ -188,12 +190,13 @@ def check_03_2(ledger):
 
 @checker
 def check_03_3(rotate):
-    for tokens, heads, dtype, tolerance in ((3, 4, torch.float16, 2e-3), (5, 5, torch.float32, 1e-5)):
-        q, (cos, sin) = draw(tokens, heads, 32, dtype=dtype), tables(range(9), 32)
-        positions = torch.tensor([7, 0, 2, 2, 8])[:tokens]
-        rows = (table[positions][:, None] for table in (cos, sin))
-        on_device = (t.to(chapter.DEVICE) for t in (q.clone(), cos.to(dtype), sin.to(dtype), positions))
-        yield difference(rotate(*on_device), rk.torch_rope_neox(q.double(), *rows), tolerance)
+    for tokens, heads, dtype in ((3, 4, torch.float16), (5, 5, torch.float32), (4, 7, torch.float16)):
+        q, positions = draw(tokens, heads, 32, dtype=dtype), torch.tensor([7, 1, 2, 2, 8])[:tokens]
+        cos, sin = (table.to(dtype) for table in tables(range(9), 32))
+        found = rotate(*(t.clone().to(chapter.DEVICE) for t in (q, cos, sin, positions)))
+        rows = (table[positions][:, None].double() for table in (cos, sin))
+        yield difference(found, rk.torch_rope_neox(q.double(), *rows), 1e-5 if dtype == torch.float32 else 2e-3)
+        yield value("the result's dtype", found.dtype, dtype)
 
 
 @checker
@@ -263,13 +266,13 @@ def check_04_3(predicted_us):
         by_bytes = 3 / 2 * copy_us  # x, y and as many bytes of tables as of x, where a copy has x and y
         right, found = max(blocks * block_us, by_bytes), predicted_us(blocks, block_us, copy_us)
         if not abs(found / right - 1) < 1e-6:
-            yield f"{blocks} blocks of {block_us} µs take {right:.1f} µs, not {found:.1f}"
+            yield f"{found:.1f} µs is not what {blocks} blocks of {block_us} µs take"
 
 
 @checker
 def check_04_4(gain):
     S, ledger = 524288, 3 * 524288 * 128 * 2
-    for gb_s, ns in ((4000, 0.6), (1000, 0.6), (2000, 0.3), (500, 2.0), (8000, 0.01)):
+    for gb_s, ns in ((4000, 0.6), (1000, 0.6), (2000, 0.3), (500, 2.0), (8000, 0.01), (4000, 8.0)):
         by_bytes = ledger / gb_s  # at 1 GB/s a byte takes 1 ns
         right, found = max(S * ns, by_bytes) / max(S / 16 * ns, by_bytes), gain(gb_s, ns)
         yield None if abs(found / right - 1) < 1e-3 else f"gain({gb_s}, {ns}) is not {found:.3g}"
@@ -514,16 +517,22 @@ def check_09_2(misrounded):
 
 @checker
 def check_09_3(rotate_new):
+    cos, sin = (table.half() for table in tables(range(64), 64))
     for new in (slice(5, 8), slice(0, 3)):
-        cache, ids = draw(8, 2, 2, 64, dtype=torch.float16).to(chapter.DEVICE), torch.tensor([40, 41, 7])
-        cos, sin = tables(range(64), 64)
-        right = cache.double().cpu()
-        right[new, 0] = rk.torch_rope_neox(right[new, 0], cos[ids][:, None], sin[ids][:, None])
-        before = cache.clone()
-        rotate_new(cache, new, ids.to(chapter.DEVICE), *(t.half().to(chapter.DEVICE) for t in (cos, sin)))
-        yield difference(cache, right, 4e-3)
-        cache[new, 0] = before[new, 0]
-        yield None if torch.equal(cache, before) else "more than the new keys has changed"
+        before, ids = draw(8, 2, 2, 64, dtype=torch.float16), torch.tensor([40, 41, 7])
+        cache = before.clone().to(chapter.DEVICE)
+        rotate_new(cache, new, *(t.to(chapter.DEVICE) for t in (ids, cos, sin)))
+        cache = cache.cpu()
+        if torch.equal(cache, before):
+            yield "the cache is as it was: was a new tensor rotated?"
+        rest = cache.clone()
+        rest[new, 0] = before[new, 0]
+        yield None if torch.equal(rest, before) else "more than the new keys has changed"
+        rows = (table[ids][:, None].double() for table in (cos, sin))
+        right = rk.torch_rope_neox(before[new, 0].double(), *rows)
+        yield difference(cache[new, 0], right, 4e-3)
+        off = (cache[new, 0] != right.half()).double().mean().item()
+        yield None if off < 0.02 else f"{off:.0%} of the new keys are rounded otherwise than once"
 
 
 @checker

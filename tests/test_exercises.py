@@ -13,6 +13,7 @@ from books import NOTEBOOKS, prose
 import rope_kernels as rk
 
 CHECKS = {name: check for name, check in vars(ex).items() if name.startswith("check_")}
+KERNELS = ("03_4", "03_5", "04_5", "04_6", "05_4", "05_5", "09_4")  # held in test_kernel_checks.py
 
 
 def move(order):
@@ -159,6 +160,11 @@ def a_copy(cache, new, positions, cos, sin):
     rk.apply_rope(cache[new, 0].clone(), None, cos, sin, positions, inplace=True)
 
 
+def nudged(cache, new, positions, cos, sin):
+    cached()(cache, new, positions, cos, sin)
+    cache[new, 0] += 1e-3
+
+
 WRONG = {
     "01_1": {
         "neox itself": rk.torch_rope_neox,
@@ -202,6 +208,7 @@ WRONG = {
         "a thread a channel": lambda R, threads=256: min(R, threads),
         "R/2": lambda R, threads=256: R // 2,
         "of 256": lambda R, threads=256: min(R // 2, 256),
+        "computed": lambda R, threads=256: min(R // 2, threads),
     },
     "03_2": {
         "a row for each head": lambda S, R, e, heads=1: 3 * S * R * e,
@@ -215,6 +222,10 @@ WRONG = {
         "positions ignored": gathers(each, lambda positions: torch.arange(len(positions), device=positions.device)),
         "off by one": gathers(each, lambda positions: (positions + 1) % 9),
         "interleaved": lambda q, cos, sin, ids: rk.torch_rope_interleaved(q, cos[ids][:, None], sin[ids][:, None]),
+        "5 heads": gathers(lambda table, heads: each(table, 5).repeat(2, 1)[: len(table) * heads], lambda ids: ids),
+        "times NaN": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0] * float("nan"),
+        "one more axis": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0][None],
+        "float32 back": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0].float(),
     },
     "04_1": {
         "16": lambda S, R, e: 16,
@@ -234,6 +245,14 @@ WRONG = {
         "the copy's time": lambda blocks, block_us, copy_us: max(blocks * block_us, copy_us),
         "the sum": lambda blocks, block_us, copy_us: blocks * block_us + 1.5 * copy_us,
         "twice the block": lambda blocks, block_us, copy_us: max(2 * blocks * block_us, 1.5 * copy_us),
+    },
+    "04_4": {
+        "blocks alone": lambda gb_s, ns: 16.0,
+        "the H200's": lambda gb_s, ns: 524288 * ns / max(32768 * ns, 402653184 / 4026),
+        "no limit for ①": lambda gb_s, ns: 524288 * ns / max(32768 * ns, 402653184 / gb_s),
+        "no blocks for ②": lambda gb_s, ns: max(524288 * ns, 402653184 / gb_s) / (402653184 / gb_s),
+        "the copy's bytes": lambda gb_s, ns: max(524288 * ns, 268435456 / gb_s) / max(32768 * ns, 268435456 / gb_s),
+        "NaN": lambda gb_s, ns: float("nan"),
     },
     "05_1": {"equal": (256, 256), "a warp": (32, 64), "exchanged": (512, 256), "float16": (128, 256)},
     "05_2": {
@@ -319,6 +338,7 @@ WRONG = {
         "right ones": elements(lambda y, exact: y == exact.bfloat16()),
         "off by much": elements(lambda y, exact: (y - exact).abs() > 0.01),
         "numbers": elements(lambda y, exact: y - exact.bfloat16()),
+        "integers": elements(lambda y, exact: (y != exact.bfloat16()).int()),
         "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
         "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
     },
@@ -331,6 +351,7 @@ WRONG = {
         "one row": cached(rows=slice(0, 1)),
         "all keys": all_of_the_cache,
         "off by one": cached(ids=lambda positions: positions + 1),
+        "nudged": nudged,
     },
 }  # fmt: skip
 PLANTED = [
@@ -347,7 +368,7 @@ def test_every_exercise_names_its_check_and_has_planted_wrong_answers():
         first = 2 if path.stem.startswith("02") else 1  # the first exercise of notebook 02 is checked by check()
         assert named[path.stem[:2]] == [f"{path.stem[:2]}_{n}" for n in range(first, exercises + 1)]
     assert [f"check_{name}" for names in named.values() for name in names] == list(CHECKS)
-    assert list(WRONG) == [name.removeprefix("check_") for name in CHECKS]
+    assert [*WRONG, *KERNELS] == sorted([name.removeprefix("check_") for name in CHECKS], key=lambda n: n in KERNELS)
     assert min(len(wrong) for wrong in WRONG.values()) >= 3
 
 
@@ -379,7 +400,8 @@ def test_a_check_never_raises(name, capsys):
         ("01_1", by_neox(evens_first, halves_dealt)),
         ("01_3", which_from(1, three_kinds)),
         ("02_2", lambda x, cos, sin: rk.torch_rope_neox(x, cos.roll(3, -1), sin.roll(3, -1))),
-        ("03_1", lambda R, threads=256: min(R // 2, threads)),
+        ("03_1", lambda R, threads=256: int(chapter.cuda_source(rk.rope_neox_naive, 8, R, threads=threads).partition(
+            "threadIdx.x) < ")[2].partition(")")[0] or threads)),
         ("03_3", lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0]),
         ("05_3", lambda y, c, s, partner, mask, col: y * c[..., col] + y[..., partner] * (-mask * s[..., col])),
         ("06_3", by_kernel),
