@@ -331,7 +331,7 @@ def frequencies_in_reverse(x, cos, sin):
 
 @wrong("[c, c] table, adjacent pairs", claims="interleaved")
 def full_width_table(x, cos, sin):
-    c, s = torch.cat((cos, cos), -1).float(), torch.cat((sin, sin), -1).float()  # right for half-split pairs only
+    c, s = (torch.cat((table, table), -1).float() for table in (cos, sin))  # right for half-split pairs
     partner = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
     return (x * c + partner * s).to(x.dtype)
 
