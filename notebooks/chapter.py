@@ -1,6 +1,7 @@
 """What the notebooks share: the path to rope_kernels.py, figures with alt text, generated CUDA, recorded figures."""
 
 import importlib.util
+import inspect
 import io
 import json
 import pathlib
@@ -146,6 +147,19 @@ class Verdict:
 
     def _ipython_display_(self):
         """Show nothing: the verdict has been printed."""
+
+
+def threads_at_work(source):
+    """Return how many threads of a block work, and how many there are, from a kernel's generated CUDA."""
+    started = int(re.search(r"__launch_bounds__\((\d+)", source)[1])
+    guard = re.search(r"threadIdx\.x\) < (\d+)", source)
+    return int(guard[1]) if guard else started, started
+
+
+def body(factory):
+    """Return the text of a kernel from `with T.Kernel` on."""
+    text = inspect.getsource(factory.func.orig_func)
+    return text[text.index("        with T.Kernel") : text.index("    return rope")].rstrip()
 
 
 class Recorded:

@@ -1,5 +1,6 @@
 """Guards over the notebooks: what nbval does not look at, and the worked answers of the exercises."""
 
+import inspect
 import pathlib
 import re
 
@@ -8,6 +9,8 @@ import nbformat
 import pytest
 from books import NOTEBOOKS, cells, execute, prose, worked_answers
 from conftest import ROOT
+
+import rope_kernels as rk
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -96,6 +99,20 @@ def test_every_notebook_has_an_exercise_with_hints_and_an_answer(path):
     summaries = re.findall(r"<summary>(.*?)</summary>", prose(path))
     assert any("Hint" in summary for summary in summaries)
     assert any("nswer" in summary for summary in summaries)
+
+
+@pytest.mark.parametrize(
+    ("number", "factory"),
+    [(3, rk.rope_neox_naive), (4, rk.rope_neox_blocked), (5, rk.rope_interleaved_blocked)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_kernel_that_a_page_teaches_is_that_of_the_file(number, factory):
+    def body(text):
+        return text[text.index("    half = R // 2\n\n    @T.prim_func") :].rstrip()
+
+    assert body(inspect.getsource(factory)) in [
+        body(cell.source) for cell in cells(NOTEBOOKS[number - 1], "code") if "@T.prim_func" in cell.source
+    ]
 
 
 @pytest.mark.parametrize(
