@@ -249,12 +249,13 @@ def keeps_norm(candidate, convention):
 
 
 def depends_on_distance(candidate, convention, shift=100):
-    """Ask for ⟨f(q, m), f(k, n)⟩ = ⟨f(q, m + shift), f(k, n + shift)⟩, for m = 1 … 24 and n = 24 … 1."""
+    """Ask for ⟨f(q, m), f(k, n)⟩ = ⟨f(q, m + shift), f(k, n + shift)⟩ at m = 1 … 24, n = 24 … 1."""
     (q, cos, sin), (k, _, _) = data(), data(seed=1)
 
     def scores(first):
         m = list(range(first, first + TOKENS))
-        return (output(candidate, q, cos, sin, m) * output(candidate, k, cos, sin, m[::-1])).sum(-1)
+        turned = output(candidate, q, cos, sin, m), output(candidate, k, cos, sin, m[::-1])
+        return (turned[0] * turned[1]).sum(-1)
 
     return close(scores(1), scores(1 + shift))
 

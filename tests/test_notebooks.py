@@ -34,6 +34,25 @@ def test_the_file_is_valid_and_small(path):
 
 
 @every_notebook
+def test_a_notebook_that_is_opened_and_saved_stays_as_it_is(path):
+    """JupyterLab writes a file so, with the language described in full; only Python's version may differ."""
+    notebook = nbformat.read(path, as_version=4)
+    assert path.read_text() == nbformat.writes(notebook) + "\n"
+    language = dict(notebook.metadata.language_info)
+    assert re.fullmatch(r"3\.\d+\.\d+", language.pop("version"))
+    assert language == {
+        "codemirror_mode": {"name": "ipython", "version": 3},
+        "file_extension": ".py",
+        "mimetype": "text/x-python",
+        "name": "python",
+        "nbconvert_exporter": "python",
+        "pygments_lexer": "ipython3",
+    }
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    assert notebook.metadata == {"kernelspec": kernel, "language_info": notebook.metadata.language_info}
+
+
+@every_notebook
 def test_every_code_cell_was_executed_in_order(path):
     code = cells(path, "code")
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -155,6 +174,16 @@ def test_the_readme_names_every_notebook_and_its_links_resolve():
     assert [path.name for path in NOTEBOOKS if f"notebooks/{path.name}" not in targets] == []
 
 
+@every_notebook
+def test_the_readme_gives_the_reading_time(path):
+    words = len(re.sub(r"<details>.*?</details>", "", outside_fences(prose(path)), flags=re.S).split())
+    (row,) = [line for line in (ROOT / "README.md").read_text().splitlines() if f"| [{path.stem[:2]} " in line]
+    assert row.split(" | ")[2] == str(5 * round(words / 500))
+
+
 def test_ci_runs_the_readme_s_command():
     command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
     assert command in (ROOT / "README.md").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert f"- run: {command}\n" in workflow
+    assert "cache: pip" in workflow and 'python-version: ["3.11", "3.14"]' in workflow
