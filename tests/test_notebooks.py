@@ -154,6 +154,12 @@ def test_where_something_is_missing_one_cell_says_so_and_later_ones_point_to_it(
     assert later == ["name 'kernel' is not defined, since an earlier cell stopped: its message says why."]
 
 
+@every_notebook
+def test_a_cell_under_each_exercise_calls_its_check(path):
+    code = "\n".join(cell.source for cell in cells(path, "code"))
+    assert [name for name in re.findall(r"`ex\.(check_\w+)\(", prose(path)) if f"ex.{name}(" not in code] == []
+
+
 ANSWERS = [
     pytest.param(path, block, id=f"{path.stem}-answer-{number}")
     for path in NOTEBOOKS
