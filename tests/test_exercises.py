@@ -3,6 +3,7 @@
 import math
 import re
 
+import chapter
 import exercises as ex
 import pytest
 import self_checks as sc
@@ -12,6 +13,7 @@ from books import NOTEBOOKS, prose
 import rope_kernels as rk
 
 CHECKS = {name: check for name, check in vars(ex).items() if name.startswith("check_")}
+KERNELS = ("03_4", "03_5", "04_5", "04_6", "05_4", "05_5", "09_4")  # held in test_kernel_checks.py
 
 
 def move(order):
@@ -83,6 +85,22 @@ def through(x_dtype, table_dtype, result=torch.float16):
     ).to(result)
 
 
+def by_kernel(x, cos, sin, factory=rk.rope_neox_naive):
+    """Rotate in float32, from kernel ①, which the worked answer doesn't use."""
+    return factory(*x.shape, dtype="float32")(*(t.float().to(chapter.DEVICE) for t in (x, cos, sin))).half()
+
+
+def misrounded_at_times(x, cos, sin):
+    y = by_kernel(x, cos, sin)
+    y.view(-1)[::100] = torch.nextafter(y.view(-1)[::100], torch.tensor(9, dtype=y.dtype, device=y.device))
+    return y
+
+
+def by_op(x, cos, sin):
+    x, cos, sin = (t.to(chapter.DEVICE) for t in (x[:, None], cos.float(), sin.float()))
+    return rk.apply_rope(x, None, cos, sin)[0][:, 0]
+
+
 def width(head_dim, share, *, rounds=round, even=True, least=2, whole=True):
     R = rounds(head_dim * share)
     if (even and R % 2) or not least <= R <= head_dim or (whole and abs(head_dim * share - R) > 1e-6):
@@ -142,6 +160,11 @@ def a_copy(cache, new, positions, cos, sin):
     rk.apply_rope(cache[new, 0].clone(), None, cos, sin, positions, inplace=True)
 
 
+def nudged(cache, new, positions, cos, sin):
+    cached()(cache, new, positions, cos, sin)
+    cache[new, 0] += 1e-3
+
+
 WRONG = {
     "01_1": {
         "neox itself": rk.torch_rope_neox,
@@ -185,6 +208,7 @@ WRONG = {
         "a thread a channel": lambda R, threads=256: min(R, threads),
         "R/2": lambda R, threads=256: R // 2,
         "of 256": lambda R, threads=256: min(R // 2, 256),
+        "computed": lambda R, threads=256: min(R // 2, threads),
     },
     "03_2": {
         "a row for each head": lambda S, R, e, heads=1: 3 * S * R * e,
@@ -198,6 +222,10 @@ WRONG = {
         "positions ignored": gathers(each, lambda positions: torch.arange(len(positions), device=positions.device)),
         "off by one": gathers(each, lambda positions: (positions + 1) % 9),
         "interleaved": lambda q, cos, sin, ids: rk.torch_rope_interleaved(q, cos[ids][:, None], sin[ids][:, None]),
+        "5 heads": gathers(lambda table, heads: each(table, 5).repeat(2, 1)[: len(table) * heads], lambda ids: ids),
+        "times NaN": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0] * float("nan"),
+        "one more axis": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0][None],
+        "float32 back": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0].float(),
     },
     "04_1": {
         "16": lambda S, R, e: 16,
@@ -217,6 +245,14 @@ WRONG = {
         "the copy's time": lambda blocks, block_us, copy_us: max(blocks * block_us, copy_us),
         "the sum": lambda blocks, block_us, copy_us: blocks * block_us + 1.5 * copy_us,
         "twice the block": lambda blocks, block_us, copy_us: max(2 * blocks * block_us, 1.5 * copy_us),
+    },
+    "04_4": {
+        "blocks alone": lambda gb_s, ns: 16.0,
+        "the H200's": lambda gb_s, ns: 524288 * ns / max(32768 * ns, 402653184 / 4026),
+        "no limit for ①": lambda gb_s, ns: 524288 * ns / max(32768 * ns, 402653184 / gb_s),
+        "no blocks for ②": lambda gb_s, ns: max(524288 * ns, 402653184 / gb_s) / (402653184 / gb_s),
+        "the copy's bytes": lambda gb_s, ns: max(524288 * ns, 268435456 / gb_s) / max(32768 * ns, 268435456 / gb_s),
+        "NaN": lambda gb_s, ns: float("nan"),
     },
     "05_1": {"equal": (256, 256), "a warp": (32, 64), "exchanged": (512, 256), "float16": (128, 256)},
     "05_2": {
@@ -246,6 +282,11 @@ WRONG = {
         "not rounded": through(torch.float32, torch.float32, torch.float32),
         "bf16 on the way": through(torch.bfloat16, torch.bfloat16),
         "interleaved": lambda x, c, s: rk.torch_rope_interleaved(x.float(), c.float(), s.float()).half(),
+        "without a kernel": through(torch.float32, torch.float32),
+        "one in a hundred misrounded": misrounded_at_times,
+        "rounded, then wider": lambda x, c, s: by_kernel(x, c, s).float(),
+        "times NaN": lambda x, c, s: by_kernel(x, c, s) * float("nan"),
+        "one more axis": lambda x, c, s: by_kernel(x, c, s)[None],
     },
     "07_1": {
         "int": lambda head_dim, share: width(head_dim, share, rounds=int, even=False, whole=False),
@@ -280,6 +321,10 @@ WRONG = {
         "undone only": lambda keys, at, short, long: turn(keys, -at[:, None] * short),
         "the other way": lambda keys, at, short, long: turn(keys, at[:, None] * (short - long)),
         "in float32": lambda keys, at, short, long: turn(keys, (at[:, None] * (long - short)).float()),
+        "interleaved": lambda keys, at, short, long: rk.torch_rope_interleaved(
+            keys, (at[:, None] * (long - short)).cos(), (at[:, None] * (long - short)).sin()
+        ),
+        "times NaN": lambda keys, at, short, long: turn(keys, at[:, None] * (long - short)) * float("nan"),
     },
     "08_3": {
         "in sections": lambda s: torch.tensor([0] * s[0] + [1] * s[1] + [2] * s[2]),
@@ -293,6 +338,7 @@ WRONG = {
         "right ones": elements(lambda y, exact: y == exact.bfloat16()),
         "off by much": elements(lambda y, exact: (y - exact).abs() > 0.01),
         "numbers": elements(lambda y, exact: y - exact.bfloat16()),
+        "integers": elements(lambda y, exact: (y != exact.bfloat16()).int()),
         "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
         "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
     },
@@ -305,6 +351,7 @@ WRONG = {
         "one row": cached(rows=slice(0, 1)),
         "all keys": all_of_the_cache,
         "off by one": cached(ids=lambda positions: positions + 1),
+        "nudged": nudged,
     },
 }  # fmt: skip
 PLANTED = [
@@ -321,13 +368,13 @@ def test_every_exercise_names_its_check_and_has_planted_wrong_answers():
         first = 2 if path.stem.startswith("02") else 1  # the first exercise of notebook 02 is checked by check()
         assert named[path.stem[:2]] == [f"{path.stem[:2]}_{n}" for n in range(first, exercises + 1)]
     assert [f"check_{name}" for names in named.values() for name in names] == list(CHECKS)
-    assert list(WRONG) == [name.removeprefix("check_") for name in CHECKS]
+    assert [*WRONG, *KERNELS] == sorted([name.removeprefix("check_") for name in CHECKS], key=lambda n: n in KERNELS)
     assert min(len(wrong) for wrong in WRONG.values()) >= 3
 
 
 @pytest.mark.parametrize(("name", "answer"), PLANTED)
 def test_planted_wrong_answers_are_rejected(name, answer, capsys):
-    assert CHECKS[f"check_{name}"](answer) is False
+    assert not CHECKS[f"check_{name}"](answer)
     said = capsys.readouterr().out
     assert said.startswith("Wrong: ") and said.count("\n") == 1
     if callable(answer):
@@ -343,7 +390,7 @@ def test_a_check_never_raises(name, capsys):
         return None
 
     for answer in (None, raises, gives_nothing, "words"):
-        assert CHECKS[name](answer) is False
+        assert not CHECKS[name](answer)
         assert capsys.readouterr().out.startswith("Wrong: ")
 
 
@@ -353,14 +400,54 @@ def test_a_check_never_raises(name, capsys):
         ("01_1", by_neox(evens_first, halves_dealt)),
         ("01_3", which_from(1, three_kinds)),
         ("02_2", lambda x, cos, sin: rk.torch_rope_neox(x, cos.roll(3, -1), sin.roll(3, -1))),
-        ("03_1", lambda R, threads=256: min(R // 2, threads)),
+        ("03_1", lambda R, threads=256: int(chapter.cuda_source(rk.rope_neox_naive, 8, R, threads=threads).partition(
+            "threadIdx.x) < ")[2].partition(")")[0] or threads)),
         ("03_3", lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0]),
         ("05_3", lambda y, c, s, partner, mask, col: y * c[..., col] + y[..., partner] * (-mask * s[..., col])),
-        ("06_3", through(torch.float32, torch.float32)),
+        ("06_3", by_kernel),
+        ("06_3", by_op),
+        ("08_2", lambda keys, at, short, long: turn(turn(keys, -at[:, None] * short), at[:, None] * long)),
         ("08_3", lambda s: [0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
         ("09_3", cached()),
     ],
 )  # fmt: skip
 def test_other_right_answers_are_accepted(name, answer, capsys):
-    assert CHECKS[f"check_{name}"](answer) is True
+    assert CHECKS[f"check_{name}"](answer)
     assert capsys.readouterr().out == "Right.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("06_3", "fp16 tables", "misrounded, those of tables rounded to fp16"),
+        ("06_3", "without a kernel", "no kernel ran"),
+        ("06_3", "one in a hundred misrounded", "% of the elements are misrounded"),
+        ("06_3", "rounded, then wider", "the result's dtype is not torch.float32"),
+        ("08_2", "nothing", "the keys come back as they were"),
+        ("08_2", "not undone", "the short rotation is not undone"),
+        ("08_2", "undone only", "the long one is missing"),
+        ("08_2", "the other way", "it turns the other way"),
+        ("08_2", "in float32", "the angles belong in float64"),
+        ("08_2", "interleaved", "its pairs are interleaved"),
+        ("08_2", "times NaN", "got nan"),
+    ],
+)
+def test_a_known_mistake_is_named(name, answer, said):
+    assert said in CHECKS[f"check_{name}"].fault(WRONG[name][answer])
+
+
+def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
+    right = torch.tensor([[1.0, 2.0], [3.0, float("inf")]])
+    assert ex.difference(right.clone(), right) is None
+    assert ex.difference(right + 1e-6, right, 1e-5) is None
+    assert ex.difference(right[None], right) == "it returned the shape (1, 2, 2), right is (2, 2)"
+    assert ex.difference(None, right) == "it returned NoneType in place of a tensor"
+    nan = ex.difference(right * float("nan"), right, 1e9)
+    assert nan == "4 of 4 elements are wrong, first [0, 0]: got nan, right is 1"
+    close = ex.difference(torch.tensor([1.0, 2.00001]), torch.tensor([1.0, 2.0]), 1e-6)
+    assert close == "1 of 2 elements are wrong, first [1]: got 2.00001, right is 2"
+
+
+def test_a_check_tells_a_test_its_fault(capsys):
+    assert ex.check_06_2.fault(8192) is None and "no power of two" in ex.check_06_2.fault(8388)
+    assert capsys.readouterr().out == ""  # only check(…) itself prints; nbval holds that a cell shows one line
