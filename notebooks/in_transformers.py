@@ -10,7 +10,7 @@ import torch
 import rope_kernels as rk
 
 if importlib.util.find_spec("transformers") is None:
-    raise ImportError("This notebook needs transformers: run `pip install -r requirements.txt` first.")
+    raise chapter.NotReady("This notebook needs transformers: run `pip install -r requirements.txt` first.")
 
 import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3

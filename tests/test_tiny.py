@@ -1,7 +1,5 @@
 """The tiny model of notebook 10: its task, its training, and what each fault of its rotation does to it."""
 
-import math
-
 import pytest
 import tiny
 import torch
@@ -44,15 +42,6 @@ def test_no_answer_depends_on_what_follows(trained):
     assert largest(a[:, :-1], b[:, :-1]) <= 1e-5 and largest(a[:, -1], b[:, -1]) > 0.1
 
 
-def test_training_is_repeatable(trained):
-    again, _ = tiny.train(tiny.rotation())
-    for (loss, accuracy, _), (same_loss, same_accuracy, _) in (
-        [tiny.evaluate(m, tiny.rotation(**change)) for m in (trained, again)]
-        for change in ({}, tiny.FAULTS["neox pairs"])
-    ):
-        assert math.isclose(loss, same_loss, rel_tol=1e-2) and abs(accuracy - same_accuracy) <= 0.005
-
-
 BOUNDS = {  # loss at least and at most, right answers at least and at most: well within the notebook's classes
     "neox pairs": (4.0, 20.0, 0.0, 0.15),
     "sign flipped": (4.0, 20.0, 0.0, 0.15),
@@ -71,24 +60,17 @@ def test_every_run_is_far_from_the_borders_of_its_class(trained, name):
     assert confidence > 0.62
 
 
-def test_a_shift_changes_nothing(trained):
-    texts, _ = tiny.batch(8, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        right, moved = (trained(texts, tiny.rotation(shift=shift)) for shift in (0, 1000))
-    assert largest(right, moved) <= 1e-2 * right.abs().max().item()
-
-
-def test_apply_rope_and_the_reference_train_alike():
-    """A few steps through the kernel and through torch give the same losses."""
+def test_a_few_steps_through_the_kernel_through_it_again_and_through_torch_give_the_same_losses():
     cos, sin = tiny.table()
 
     def reference(q, k, ids):
         rows = cos[ids].unsqueeze(1), sin[ids].unsqueeze(1)
         return [rk.torch_partial_rope(x, *rows, mode="interleaved", start=0) for x in (q, k)]
 
-    _, ours = tiny.train(tiny.rotation(), steps=20, count=8)
-    _, theirs = tiny.train(reference, steps=20, count=8)
-    assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=1e-3)
+    ours, again, theirs = (
+        tiny.train(rotate_qk, steps=20, count=8)[1] for rotate_qk in (tiny.rotation(), tiny.rotation(), reference)
+    )
+    assert ours == pytest.approx(again, abs=1e-5) and ours == pytest.approx(theirs, abs=1e-3)
 
 
 def test_permuted_weights_repair_the_convention(trained):
@@ -107,17 +89,14 @@ def test_attention_maps_show_the_right_key(trained):
         assert torch.equal(weights.argmax(1), torch.arange(1, tiny.LETTERS + 1))
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
+def test_in_words():
+    for result, words in (
         ((0.001, 1.0, 1.0), "loss below 0.01      right answers above 99 %"),
         ((0.5, 0.95, 0.9), "loss 0.01 … 2.77     right answers 80 … 99 %"),
         ((3.0, 0.5, 0.9), "loss above guessing  right answers 20 … 80 %"),
         ((9.0, 0.1, 0.9), "loss above guessing  right answers below 20 %"),
-    ],
-)
-def test_in_words(result, words):
-    assert tiny.in_words(result) == words
+    ):
+        assert tiny.in_words(result) == words
 
 
 def test_each_change_from_outside_undoes_its_fault_only(trained):
@@ -129,12 +108,9 @@ def test_each_change_from_outside_undoes_its_fault_only(trained):
         "neox pairs": (tiny.convert(trained, EVENS_THEN_ODDS), None),
         "trailing channels": (tiny.convert(trained, torch.arange(tiny.D).roll(-tiny.R)), None),
         "no attention factor": (tiny.convert(trained, scale=scale), None),
-        "base 500000": None,
     }
     right = tiny.evaluate(trained, tiny.rotation())[0]
     for fault, options in tiny.FAULTS.items():
-        for name, change in changes.items():
-            if change is not None:
-                loss = tiny.evaluate(change[0], tiny.rotation(**options), change[1])[0]
-                assert (abs(loss / right - 1) < 0.05) == (name == fault), (fault, name)
-                assert name == fault or loss > 2 * right
+        for name, (model, ids) in changes.items():
+            loss = tiny.evaluate(model, tiny.rotation(**options), ids)[0]
+            assert abs(loss / right - 1) < 0.05 if name == fault else loss > 2 * right, (fault, name)
