@@ -20,7 +20,7 @@ def table(base=10000.0, factor=None):
 
 
 def rotation(*, base=10000.0, factor=None, mode="interleaved", start=0, inverse=False, shift=0):
-    """Return a function (q, k, ids) -> (q′, k′); without arguments it is the one that Tiny is trained with."""
+    """Return a function (q, k, ids) -> (q′, k′); without arguments, that of the training."""
     cos, sin = table(base, factor)
 
     def rotate_qk(q, k, ids):
@@ -129,10 +129,11 @@ def attention_map(model, rotate_qk, head, reach=24):
 
 
 def convert(model, order=None, scale=None):
-    """Return a copy whose rows of Wq and Wk are permuted and scaled, the D rows of each head alike."""
+    """Return a copy with the D rows of each head of Wq and Wk permuted and scaled."""
     model = copy.deepcopy(model)
     for projection in (model.q, model.k):
         rows = projection.weight.data.view(HEADS, D, -1)
         rows = rows if order is None else rows[:, order]
-        projection.weight.data = (rows if scale is None else rows * scale.to(rows)[:, None]).flatten(0, 1)
+        rows = rows if scale is None else rows * scale.to(rows)[:, None]
+        projection.weight.data = rows.flatten(0, 1)
     return model

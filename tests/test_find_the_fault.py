@@ -162,3 +162,8 @@ def test_read_says_so_when_nothing_or_something_else_is_rotated():
     assert finder.read(by_reference(order=order))["pairs"] == "[(0, 3), (1, 2), (4, 7), (5, 6)]"
     apart = finder.read(by_reference("neox", order=[0, 1, 2, 3, 16, 17, 18, 19, *range(4, 16), *range(20, 32)]))
     assert apart["channels"] == "[0, 1, 2, 3, 16, 17, 18, 19]"
+
+
+def test_numbers_are_alike_to_four_digits_or_to_where_float32_ends():
+    assert finder.alike([1.0, 1e-7], [1.00001, 2e-7])
+    assert not finder.alike(1.0, 1.001) and not finder.alike(1e-5, 2e-5) and not finder.alike([1.0], [1.0, 1.0])
