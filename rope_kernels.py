@@ -61,11 +61,8 @@ def torch_rope_neox(x, cos, sin):
         y[p]     = x[p]·cos[p]     − x[p+R/2]·sin[p]
         y[p+R/2] = x[p+R/2]·cos[p] + x[p]·sin[p]       p = 0 … R/2−1
 
-    Shapes: x (..., R); cos and sin broadcastable to (..., R/2), one column a pair; returns x's shape.
-    Torch aligns shapes from the right: for x (tokens, heads, R) pass a table (tokens, 1, R/2).
-    Dtypes: any floating; the arithmetic is float32 (float64 for float64 x), rounded once to x's dtype.
-    Errors: ValueError for an odd R, a table of another width or with more rows than x; TypeError for integers.
-    Source: GPT-NeoX, arXiv:2204.06745; the layout of Llama and Qwen checkpoints in transformers.
+    Shapes, dtypes, errors: as torch_rope_interleaved. Source: GPT-NeoX, arXiv:2204.06745; the layout of Llama 1–3 and
+    Qwen checkpoints in transformers.
     """
     work, cos, sin = _checked(x, cos, sin)
     first, second = work.tensor_split(2, dim=-1)
@@ -93,41 +90,57 @@ def torch_partial_rope(x, cos, sin, mode="neox", start=None):
         start = width - rope_dim
     if not 0 <= start <= width - rope_dim:
         raise ValueError(f"start takes 0 … {width - rope_dim} for R={rope_dim} of {width} channels, got start={start}")
-    stop = start + rope_dim
-    return torch.cat((x[..., :start], rotations[mode](x[..., start:stop], cos, sin), x[..., stop:]), dim=-1)
+    y = x.clone()
+    y[..., start : start + rope_dim] = rotations[mode](x[..., start : start + rope_dim], cos, sin)
+    return y
 
 
 # ----------------------------------------------------------------------------------------------- tables
 
 _LENGTH = "original_max_position_embeddings"
-_KEYS = {  # what each type reads beside the keys of them all
-    "default": "rope_type type rope_theta mrope_section mrope_interleaved",
+_KEYS = {  # what each type reads, beside the keys of them all
+    "default": "rope_type type rope_theta mrope_section mrope_interleaved max_position_embeddings",
     "linear": "factor",
-    "dynamic": "factor",
+    "dynamic": "factor alpha",
     "llama3": f"factor {_LENGTH} low_freq_factor high_freq_factor",
     "yarn": f"factor {_LENGTH} beta_fast beta_slow truncate attention_factor mscale mscale_all_dim",
-    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor",
+    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor short_mscale long_mscale",
     "proportional": "factor partial_rotary_factor",
+}
+_SPELLINGS = {"mrope": "default", "su": "longrope", "deepseek_yarn": "yarn"}
+_ELSEWHERE = {  # keys that change the model, but not here
+    "llama_4_scaling_beta": "it belongs to q, which it scales by position",
+    "attn_factor": "it belongs to engines that multiply the attention factor by it",
+    "partial_rotary_factor": "it belongs to rope_dim, where rope_settings puts it",
+    "rope_interleave": "it belongs to the choice of mode",
+    "indexer_rope_interleave": "it belongs to the choice of the indexer's mode",
 }
 
 
-def _integer(name, value, least):
+def _integer(name, value, least, most=2**31 - 1):
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} takes an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {name}={value}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be at least {least}, got {name}={value}; up to {most} is served")
     return value
 
 
-def _number(given, key, default=None, above=0.0):
-    value = given.get(key, default)
+def _number(given, key, default=None, above=0.0, or_zero=False):
+    value = default if given.get(key) is None else given[key]
     if value is None:
         raise ValueError(f"{key} is missing: it takes a number above {above:g}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{key} takes a number, got {value!r}")
-    if not above < value < math.inf:
-        raise ValueError(f"{key} takes a finite number above {above:g}, got {key}={value!r}")
+    if not (above < value <= 1e12 and value >= 1e-12 or or_zero and value == 0):  # beyond, powers overflow
+        raise ValueError(f"{key} takes a finite number above {above:g}, got {key}={value!r}; 1e-12 … 1e12 are served")
     return float(value)
+
+
+def _given(dictionary, name="config"):
+    if not isinstance(dictionary, (dict, type(None))):
+        raise TypeError(f"{name} takes a dictionary or None, got {dictionary!r}")
+    given = {key: value for key, value in (dictionary or {}).items() if value is not None}
+    return {"truncate": False} | given if "truncate" in (dictionary or {}) else given  # transformers reads null so
 
 
 def _llama3(theta, given):
@@ -138,8 +151,9 @@ def _llama3(theta, given):
     return (1 - t) * (theta / _number(given, "factor")) + t * theta
 
 
-def _yarn(theta, base, given):
-    s, length, rope_dim = _number(given, "factor"), _number(given, _LENGTH), 2 * len(theta)
+def _yarn(theta, base, given, max_position):
+    length, rope_dim = _number(given, _LENGTH, max_position), 2 * len(theta)
+    s = _number(given, "factor", max_position and max_position / length)
     fast, slow = _number(given, "beta_fast", 32), _number(given, "beta_slow", 1)
     if fast < slow:
         raise ValueError(f"beta_fast takes at least beta_slow={slow:g}, got beta_fast={fast:g}")
@@ -152,13 +166,13 @@ def _yarn(theta, base, given):
     b += 0.001 * (a == b)  # a steep ramp instead of 0/0
     ramp = ((torch.arange(len(theta), dtype=torch.float64, device="cpu") - a) / (b - a)).clamp(0, 1)
     # as in transformers, zero counts as absent, and one mscale without the other plays no part
-    k, k_all = (_number(given, key) if given.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    k, k_all = (_number(given, key, 0, or_zero=True) for key in ("mscale", "mscale_all_dim"))
     growth = 0.1 * math.log(max(s, 1.0))
     factor = (k * growth + 1) / (k_all * growth + 1) if k and k_all else growth + 1
     return theta / s * ramp + theta * (1 - ramp), _number(given, "attention_factor", factor)
 
 
-def _longrope(theta, given, seq_len):
+def _longrope(theta, given, seq_len, max_position):
     length = _number(given, _LENGTH, above=1.0)
     for name in ("short_factor", "long_factor"):
         if not isinstance(divisors := given.get(name, []), (list, tuple)):
@@ -167,10 +181,13 @@ def _longrope(theta, given, seq_len):
             raise ValueError(f"{name} takes R/2={len(theta)} numbers, got {len(divisors)}")
         for entry in divisors:
             _number({name: entry}, name)
-    divisors = given["long_factor" if seq_len is not None and seq_len > length else "short_factor"]
-    s = _number(given, "factor", 1.0 if "attention_factor" in given else None)
+    reach = "long" if seq_len is not None and seq_len > length else "short"
+    divisors = torch.tensor(given[f"{reach}_factor"], dtype=torch.float64, device="cpu")
+    if f"{reach}_mscale" in given:
+        return theta / divisors, _number(given, f"{reach}_mscale")
+    s = _number(given, "factor", 1.0 if "attention_factor" in given else max_position and max_position / length)
     factor = _number(given, "attention_factor", math.sqrt(1 + math.log(max(s, 1.0)) / math.log(length)))
-    return theta / torch.tensor(divisors, dtype=torch.float64, device="cpu"), factor
+    return theta / divisors, factor
 
 
 def _proportional(theta, given):
@@ -179,6 +196,23 @@ def _proportional(theta, given):
     if share > 1 or pairs < 1 or abs(share * len(theta) - pairs) > 1e-6:
         raise ValueError(f"partial_rotary_factor takes whole pairs of R/2={len(theta)} in (0, 1], got {share!r}")
     return theta * (torch.arange(len(theta), device="cpu") < pairs) / _number(given, "factor", 1.0)
+
+
+def _kind(given):
+    kinds = [_SPELLINGS.get(str(given[key]), given[key]) for key in ("rope_type", "type") if key in given]
+    if not kinds and given.keys() & {"factor", "long_factor", "alpha"}:
+        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
+    for kind in kinds:
+        if kind not in list(_KEYS):  # a list, for kinds that do not hash
+            raise ValueError(f"rope_type takes {', '.join((*_SPELLINGS, *_KEYS))}, got {kind!r}")
+        if kind != kinds[0]:
+            raise ValueError(f"rope_type and type must agree, got {' and '.join(kinds)}")
+    return kinds[0] if kinds else "default"
+
+
+def _warn_of(keys):
+    for key in sorted(keys):
+        warnings.warn(f"{key} is not applied here: {_ELSEWHERE.get(key, 'it is unknown')}", stacklevel=3)
 
 
 def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_position=None):
@@ -200,58 +234,182 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
         ⌈⌉ if `truncate` is false, b + 0.001 if a = b; m(k) = 0.1·k·ln s + 1, k = mscale, k_all = mscale_all_dim, m(1)
         unless both are nonzero. In both factors ln s is 0 for s < 1, and `attention_factor` wins over the formula.
 
+    With `alpha` dynamic takes base·alpha^(R/(R−2)) at any length; longrope's factor is `long_mscale` or `short_mscale`
+    where given. mrope is default (its sections choose position ids), su is longrope, deepseek_yarn yarn.
     scaling is the dictionary `rope_parameters` or `rope_scaling` of config.json: its `rope_theta` wins over base, null
-    counts as absent (but as false for truncate), keys of other types are ignored, unknown ones warned about. If absent,
-    s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn (never in longrope: Phi-3 keeps L beside the
-    dictionary; put it in).
+    counts as absent (but as false for truncate), keys of other types are ignored, those not applied are warned about.
+    If absent, s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn.
     The attention factor is the one that multiplies cos and sin, transformers' value. DeepSeek-style models put the
     rest, m(mscale_all_dim)², into the softmax scale; that is not done here.
     Shapes: inv_freq (R/2,). Dtypes: float64, on the CPU; a float. Equal arguments give equal bits.
-    Errors: ValueError for an odd or non-positive rope_dim, an unknown type, a key missing or senseless for its type, a
-    dictionary nested by layer type; TypeError for wrong types.
+    Errors: ValueError for an odd rope_dim, an unknown type, a key missing or senseless, a dictionary nested by layer
+    type; TypeError for wrong types.
     Source: RoFormer, arXiv:2104.09864; YaRN (dynamic too), arXiv:2309.00071; LongRoPE, arXiv:2402.13753; Llama 3,
     arXiv:2407.21783; the values are those of transformers' ROPE_INIT_FUNCTIONS.
     """
-    if _integer("rope_dim", rope_dim, least=2) % 2:
+    if _integer("rope_dim", rope_dim, least=2, most=2**16) % 2:
         raise ValueError(f"rope dim must be even, got R={rope_dim}")
-    seq_len = None if seq_len is None else _integer("seq_len", seq_len, least=0)
-    max_position = None if max_position is None else _integer("max_position", max_position, least=1)
-    if not isinstance(scaling, (dict, type(None))):
-        raise TypeError(f"scaling takes a dictionary or None, got {scaling!r}")
-    given = {key: value for key, value in (scaling or {}).items() if value is not None}
-    if "truncate" in (scaling or {}):
-        given.setdefault("truncate", False)  # transformers reads null so
+    for name, value, least in (("seq_len", seq_len, 0), ("max_position", max_position, 1)):
+        _integer(name, least if value is None else value, least)
+    given = _given(scaling, "scaling")
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ValueError(f"scaling takes the dictionary of one layer type, got several: {nested}")
-    if unknown := given.keys() - set(" ".join(_KEYS.values()).split()):
-        warnings.warn(f"scaling has keys that are unknown and change nothing: {sorted(unknown)}", stacklevel=2)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind != given.get("type", kind):
-        raise ValueError(f"rope_type and type must agree, got rope_type={kind!r} and type={given['type']!r}")
-    if kind not in list(_KEYS):  # a list, for kinds that do not hash
-        raise ValueError(f"rope_type takes {', '.join(_KEYS)}, got {kind!r}")
-    if not given.keys() & {"rope_type", "type"} and given.keys() & {"factor", "long_factor"}:
-        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
-    if max_position is not None and kind in ("yarn", "longrope"):
-        if _LENGTH in given:
-            given.setdefault("factor", max_position / _number(given, _LENGTH))
-        elif kind == "yarn":
-            given[_LENGTH] = max_position
+    kind = _kind(given)
+    known = {key for name in _KEYS if name != "proportional" or kind == name for key in _KEYS[name].split()}
+    _warn_of(given.keys() - known)
     name = "rope_theta" if "rope_theta" in given else "base"
     base = _number({**given, "base": base}, name, above=1.0 if kind == "yarn" else 0.0)  # yarn divides by ln base
     if kind == "dynamic":
         if rope_dim < 4:
             raise ValueError(f"dynamic takes a rope_dim of at least 4, its exponent is R/(R−2), got R={rope_dim}")
-        s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
-        base *= (s * max(seq_len or 0, trained) / trained - (s - 1)) ** (rope_dim / (rope_dim - 2))
+        if "alpha" in given:
+            stretch = _number(given, "alpha")
+        else:
+            s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
+            stretch = s * max(seq_len or 0, trained) / trained - (s - 1)
+        base *= stretch ** (rope_dim / (rope_dim - 2))
     theta = base ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64, device="cpu") / rope_dim)
     if kind == "yarn":
-        return _yarn(theta, base, given)
+        return _yarn(theta, base, given, max_position)
     if kind == "longrope":
-        return _longrope(theta, given, seq_len)
+        return _longrope(theta, given, seq_len, max_position)
     if kind in ("llama3", "proportional"):
         return (_llama3 if kind == "llama3" else _proportional)(theta, given), 1.0
     return theta / _number(given, "factor") if kind == "linear" else theta, 1.0
+
+
+_CALLED = {  # what files call it
+    "R": "qk_rope_head_dim rotary_dim",
+    "head width": "head_dim attention_head_dim kv_channels",
+    "hidden size": "hidden_size n_embd d_model",
+    "heads": "num_attention_heads n_head num_heads",
+    "share": "partial_rotary_factor rotary_pct rope_pct",
+    "base": "rope_theta rotary_emb_base rotary_embedding_base",
+    "max_position": "max_position_embeddings n_positions",
+}
+_BY_TYPE = {  # keys for one type of layers, and what they stand for there
+    "full_attention": {"global_rope_theta": "rope_theta", "global_head_dim": "head_dim"},
+    "sliding_attention": dict.fromkeys(["local_rope_theta", "rope_local_base_freq", "swa_rope_theta"], "rope_theta"),
+}
+_BY_LAYER = {"no_rope_layers": "rotary", "layer_rope_theta": "rope_theta"}  # lists; where they say 0: no rotation
+_LEFT_OUT = {  # what files of these types of models may leave to their class in transformers
+    "codegen falcon gptj llama mistral": {"base": 10000.0},
+    "chatglm": {"base": 10000.0, "share": 0.5},
+    "glm glm4 glm4_moe nemotron persimmon phi recurrent_gemma": {"share": 0.5},
+    "gpt_neox qwen3_5_text qwen3_5_moe_text qwen3_next stablelm": {"share": 0.25},
+    "gemma3_text gemma3n_text t5gemma2_text": {"base": 1e6, "rope_local_base_freq": 10000.0, "head width": 256},
+    "modernbert modernbert-decoder": {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0},
+    "olmo3": {"rope_local_base_freq": 500000.0},
+}
+_UNSETTLED = {  # types of models whose class makes another table than their file says
+    "ernie4_5_vl_moe_text": "its frequencies are sorted by axis",
+    "minimax_m3_vl_text": "its class rotates whole heads, whatever rotary_dim says",
+}
+_FLAGS = {"rotary", "use_rotary_pos_emb", "use_mem_rope"}  # false: not rotated
+_KNOWN = " ".join(["rope_parameters rope_scaling rope_ratio original_rope", *_CALLED.values(), *_ELSEWHERE, *_FLAGS])
+_KNOWN = set(_KNOWN.split()).union(*_BY_TYPE.values())
+
+
+def _said(config, what):
+    said = {key: config[key] for key in _CALLED[what].split() if key in config}
+    if any(value != other for value in said.values() for other in said.values()):
+        raise ValueError(f"config says {what} more than once, and not alike: {said}")
+    return next(iter(said.values()), config.get(what))
+
+
+def _of_layer(config, layer):
+    """Return what config says of one type of layers, or of one layer by its number, and its dictionary of scaling."""
+    types, numbered = config.get("layer_types", []), layer is not None and not isinstance(layer, str)
+    if numbered:
+        number = _integer("layer_type", layer, 0, config.get("num_hidden_layers", len(types)) - 1)
+        layer = types[number] if types else None
+    else:
+        number = types.index(layer) if layer in types else 0
+    if (interval := config.pop("no_rope_layer_interval", None)) and not config.get("no_rope_layers"):
+        config["no_rope_layers"] = [(i + 1) % interval for i in range(config["num_hidden_layers"])]
+    for key, name in _BY_LAYER.items():
+        if entries := config.pop(key, None):
+            if not numbered and any(entry != entries[0] for entry in entries):
+                raise ValueError(f"{key} differs by layer: layer_type takes a layer's number, got {layer!r}")
+            if not entries[number]:
+                raise ValueError(f"layer {number} is not rotated, by {key}")
+            config[name] = entries[number]
+    config |= next((own for i, own in config.get("per_layer_config", {}).items() if int(i) == number), {})
+
+    old, new = (_given(config.get(key), key) for key in ("rope_scaling", "rope_parameters"))
+    apart = (old | new).keys() - {"type", "rope_type", *({"rope_theta", "partial_rotary_factor"} - old.keys())}
+    if old and new and (_kind(old) != _kind(new) or any(old.get(key) != new.get(key) for key in apart)):
+        raise ValueError(f"rope_scaling and rope_parameters disagree: {old} and {new}")
+    scaling = new or old
+    by_type = any(key in config for keys in _BY_TYPE.values() for key in keys)
+    nested = any(isinstance(value, dict) for value in scaling.values())
+    names = list(config["rope_parameters"]) if nested else list(_BY_TYPE) if by_type else types or [layer]
+    if layer not in names and (nested or by_type or layer is not None):
+        raise ValueError(f"layer_type takes one of {sorted(set(names))}, got {layer!r}")
+    if nested:
+        if layer not in scaling:
+            raise ValueError(f"layers of the type {layer} are not rotated, by rope_parameters")
+        config.pop("compress_rope_theta", None)  # DeepSeek-V4's, in the dictionary too
+        scaling = _given(scaling[layer])
+    elif layer == "sliding_attention" and "rope_local_base_freq" in config:
+        scaling = {}  # Gemma 3 scales full attention alone
+    return config | {name: config[key] for key, name in _BY_TYPE.get(layer, {}).items() if key in config}, scaling
+
+
+def rope_settings(config, layer_type=None):
+    """Read a whole config.json: return what rope_frequencies(**settings, seq_len=…) takes.
+
+        R = qk_rope_head_dim or rotary_dim, else ⌊share · head width⌋, in proportional the head width
+        head width = head_dim, else hidden size / heads
+
+    config is a dictionary, or an object with to_dict; a text_config in it is entered. layer_type is the name of a type
+    of layers or the number of a layer, needed where settings differ by layer. Returns {"rope_dim", "base", "scaling",
+    "max_position"}; not the pairing, which config.json does not settle. Keys that belong elsewhere are warned about.
+    Errors: ValueError for what is not settled, naming the keys: no width or base, no layer named, values that disagree,
+    layers without rotation, image towers, unknown keys with rope, rotary or theta in them; TypeError for wrong types.
+    Source: transformers' configuration classes, which hold what files leave out.
+    """
+    config = _given(config.to_dict() if hasattr(config, "to_dict") else config)
+    about = {key for key in config if any(word in key for word in ("rope", "rotary", "theta", "ntk"))}
+    if "text_config" in config:
+        text = _given(config["text_config"])
+        if apart := sorted(key for key in about if config[key] != text.get(key)):
+            raise ValueError(f"text_config says something else than {apart} beside it")
+        return rope_settings(text, layer_type)
+    model = config.get("model_type")
+    if reason := _UNSETTLED.get(model) or (config.keys() & {"patch_size", "image_size"} and "it is an image tower"):
+        raise ValueError(f"config does not settle the table of model_type {model}: {reason}")
+    left_out = next((values for models, values in _LEFT_OUT.items() if model in models.split()), {})
+    config, scaling = _of_layer(left_out | config, layer_type)
+    if unknown := sorted(about & config.keys() - _KNOWN):
+        raise ValueError(f"config has keys about rotation that are not understood: {unknown}")
+    if (
+        config.get("alibi")
+        or config.get("position_embedding_type") == "nope"
+        or not all(map(config.get, about & _FLAGS))
+    ):
+        raise ValueError(f"config says that its layers are not rotated, by alibi, position_embedding_type or {_FLAGS}")
+    _warn_of(config.keys() & _ELSEWHERE.keys() - {"partial_rotary_factor"})
+
+    share = _number({"partial_rotary_factor": _said(config, "share")} | scaling, "partial_rotary_factor", 1.0)
+    rope_dim, width = _said(config, "R"), _said(config, "head width")
+    if width is None and (heads := _said(config, "heads")):
+        width = _integer("hidden size", _said(config, "hidden size"), 1) // _integer("heads", heads, 1)
+    if width is None and rope_dim is None:
+        raise ValueError(f"config has no head width, only {sorted(key for key in config if 'head' in key)}")
+    kind, width = _kind(scaling), _integer("head width", rope_dim if width is None else width, 1)
+    if share > 1 or rope_dim is not None and share < 1 and int(width * share) != rope_dim:
+        raise ValueError(f"config rotates a share of {share:g} and R={rope_dim} of {width} channels")
+    rope_dim = int(width * share) if rope_dim is None else rope_dim
+    base = scaling.pop("rope_theta", _said(config, "base"))
+    if base is None and model is not None:
+        raise ValueError(f"config has no rope_theta, and what model_type {model} takes without it is not known here")
+    base = _number({"rope_theta": base}, "rope_theta", 10000.0) * _number(config, "rope_ratio", 1.0)
+    scaling |= {key: config[key] for key in [_LENGTH] if key in config}
+    scaling.pop("partial_rotary_factor", None)
+    if kind == "proportional":
+        rope_dim, scaling["partial_rotary_factor"] = width, share
+    return {"rope_dim": rope_dim, "base": base, "scaling": scaling, "max_position": _said(config, "max_position")}
 
 
 def _rounded_once(value, dtype):
@@ -280,6 +438,8 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     """
     if getattr(inv_freq, "dtype", None) not in (torch.float64, torch.float32):
         raise TypeError(f"inv_freq takes a float64 or float32 tensor, got {getattr(inv_freq, 'dtype', inv_freq)!r}")
+    if inv_freq.requires_grad:
+        raise ValueError("inv_freq gets no gradient: pass inv_freq.detach()")
     if inv_freq.dim() != 1:
         raise ValueError(f"inv_freq takes one entry a pair, (R/2,), got {tuple(inv_freq.shape)}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -290,7 +450,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
     device = positions.device if device is None else device
-    angle = positions.to(device, torch.float64)[..., None] * inv_freq.detach().to(device, torch.float64)
+    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device, torch.float64)
     cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
     return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
 
