@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import warnings
 
 import chapter  # adds the folder of rope_kernels.py to the path
 import torch
@@ -25,13 +26,13 @@ transformers.logging.set_verbosity_error()
 class Table(torch.nn.Module):
     """Stand in for a model's rotary_emb: the table of its config, and which row of it each token takes."""
 
-    def __init__(self, config, rope_dim, device=None):
+    def __init__(self, config, device=None):
         super().__init__()
-        if config.rope_parameters["rope_type"] == "longrope":
+        settings = rk.rope_settings(config)
+        if settings["scaling"].get("rope_type") == "longrope":
             raise ValueError("longrope changes its table with the sequence length: one table can't serve it")
-        limit = config.max_position_embeddings
-        inv_freq, factor = rk.rope_frequencies(rope_dim, scaling=config.rope_parameters, max_position=limit)
-        self.table = rk.rope_table(inv_freq, limit, factor, device=device)
+        inv_freq, factor = rk.rope_frequencies(**settings)
+        self.table = rk.rope_table(inv_freq, settings["max_position"], factor, device=device)
 
     def forward(self, x, position_ids):
         return self.table, position_ids.expand(x.shape[0], -1)
@@ -65,17 +66,13 @@ def through_apply_rope(model, mode=None):
     module, name, convention = REPLACED[config.model_type]
     if config.model_type == "deepseek_v3" and not config.rope_interleave:
         name, convention = "apply_rotary_pos_emb", "neox"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="rope_interleave")  # it is the choice just made
+        new = Table(config, model.device)
+    stand_in, slot = rotate, "rotary_emb"
     if config.model_type == "gptj":
-        stand_in, slot = rotate_one, "embed_positions"
-        cos, sin = rk.rope_table(
-            rk.rope_frequencies(config.rotary_dim or config.n_embd)[0], config.n_positions, device=model.device
-        )
-        new = torch.cat((sin, cos), dim=-1)
-    else:
-        stand_in, slot = rotate, "rotary_emb"
-        width = config.qk_rope_head_dim if config.model_type == "deepseek_v3" else config.head_dim
-        share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-        new = Table(config, round(share * width), model.device)
+        cos, sin = new.table
+        stand_in, slot, new = rotate_one, "embed_positions", torch.cat((sin, cos), dim=-1)
     homes = [(home, getattr(home, slot)) for home in model.modules() if hasattr(home, slot)]
     original = getattr(module, name)
     try:

@@ -142,7 +142,7 @@ def test_one_stand_in_without_the_other_raises(tokens, monkeypatch):
             patch.setattr(hf.modeling_llama, "apply_rotary_pos_emb", hf.rotate)
             with pytest.raises((TypeError, ValueError)):
                 model(batch)
-        model.model.rotary_emb = hf.Table(model.config, model.config.head_dim, model.device)
+        model.model.rotary_emb = hf.Table(model.config, model.device)
         with pytest.raises((TypeError, AttributeError)):
             model(batch)
 
@@ -161,7 +161,7 @@ def test_table_refuses_longrope():
     config = hf.small_model("llama").config
     config.rope_parameters = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
     with pytest.raises(ValueError, match="longrope"):
-        hf.Table(config, 16)
+        hf.Table(config)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="looking at the ids would synchronise: their rows are NaN on CUDA")
@@ -181,7 +181,7 @@ def test_the_stand_ins_are_few_lines_that_work_alone(tokens):
     model = hf.small_model("llama")
     with torch.no_grad():
         right = model(tokens).logits
-        model.model.rotary_emb = names["Table"](model.config, model.config.head_dim, model.device)
+        model.model.rotary_emb = names["Table"](model.config, model.device)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hf.modeling_llama, "apply_rotary_pos_emb", names["rotate"])
             assert largest(model(tokens).logits, right) <= 1e-4
