@@ -1,4 +1,4 @@
-"""Checks of the exercises in notebooks 01 to 09: each prints a verdict and never raises.
+"""Checks of the exercises in notebooks 01 to 10: each prints a verdict and never raises.
 
 What is right comes from a formula in float64 or from the references, never from a worked answer.
 """
@@ -12,6 +12,7 @@ import unittest.mock
 
 import chapter
 import self_checks as sc
+import tiny
 import torch
 from kernel_checks import Case, faults, written_by
 from tilelang.jit import JITKernel
@@ -86,11 +87,31 @@ def value(name, found, right):
 # ------------------------------------------------------------------------------------------ 01 two conventions
 
 
+def evens_first(n):
+    return torch.cat((torch.arange(0, n, 2), torch.arange(1, n, 2)))
+
+
+def recognised(found, mistakes):
+    """Say which of the mistakes, {sentence: what it makes}, was made, or return None."""
+    if isinstance(found, torch.Tensor):
+        return next((mistake for mistake, made in mistakes.items() if torch.equal(found, made)), None)
+
+
 @checker
 def check_01_1(interleaved_by_neox):
     for lead, R in (((5, 3), 64), ((4,), 8), ((2, 2, 7), 16)):
         x, (cos, sin) = draw(*lead, R), tables(range(3, 3 + lead[-1]), R)
-        yield difference(interleaved_by_neox(x.clone(), cos, sin), rk.torch_rope_interleaved(x, cos, sin))
+        found, perm = interleaved_by_neox(x.clone(), cos, sin), evens_first(R)
+        fault = difference(found, rk.torch_rope_interleaved(x, cos, sin))
+        mistakes = {
+            "the permutation isn't undone: the result still lies evens first": (perm, torch.arange(R)),
+            "perm is applied once more where it must be undone, by its inverse": (perm, perm),
+            "the permutation and its inverse have changed places": (perm.argsort(), perm),
+            "nothing is permuted, this is neox": (torch.arange(R), torch.arange(R)),
+        }
+        for mistake, (before, after) in mistakes.items():
+            mistakes[mistake] = rk.torch_rope_neox(x[..., before], cos, sin)[..., after]
+        yield fault and (recognised(found, mistakes) or fault)
 
 
 def head_scores(h, query, key, rope, D):
@@ -107,10 +128,21 @@ def check_01_2(to_interleaved):
         query, key = ((draw(n * D, 48, seed=n), draw(n * D, seed=9 + n)) for n in (heads_q, heads_k))
         moved = [to_interleaved(*(t.clone() for t in layer), n) for layer, n in ((query, heads_q), (key, heads_k))]
         for layer, result in ((query, moved[0]), (key, moved[1])):
-            for tensor, kept in zip(result, layer, strict=True):
-                yield None if tensor.shape == kept.shape else "a weight or a bias has changed its shape"
+            for name, tensor, kept in zip(("weight", "bias"), result, layer, strict=True):
+                if tensor.shape != kept.shape:
+                    yield f"the {name} has the shape {tuple(tensor.shape)}, right is {tuple(kept.shape)}"
         trained = head_scores(h, query, key, rk.torch_rope_neox, D)
-        yield difference(head_scores(h, *moved, rk.torch_rope_interleaved, D), trained, 1e-9)
+        fault = difference(head_scores(h, *moved, rk.torch_rope_interleaved, D), trained, 1e-9)
+        weight, bias = query
+        mistakes = {
+            "the direction is the other one, from interleaved to neox": weight.view(heads_q, D, -1)[:, evens_first(D)],
+            "all rows are permuted as one: each head has an order of its own": weight.view(2, -1, 48).transpose(0, 1),
+            "the weight is as it was": weight,
+        }
+        mistakes = {mistake: made.reshape(weight.shape) for mistake, made in mistakes.items()}
+        if fault and torch.equal(moved[0][1], bias):
+            mistakes["the bias is as it was: it has an entry for each row, which moves with the row"] = moved[0][0]
+        yield fault and (recognised(moved[0][0], mistakes) or fault)
 
 
 @checker
@@ -125,7 +157,8 @@ def check_01_3(which):
             rope = unittest.mock.Mock(side_effect=kind)
             found = which(rope, R)
             if found != name:
-                yield f"for R = {R} it says {found!r} of {name!r}"
+                hint = ", which channel 0 can't tell apart" if {found, name} == {*list(kinds)[1:]} else ""
+                yield f"for R = {R} it says {found!r}, right is {name!r}{hint}"
             if rope.call_count != 1:
                 yield f"it called rope {rope.call_count} times"
 
@@ -552,3 +585,61 @@ def check_09_4(my_rope):
             for tokens, heads, R, ids in ((3, 4, 64, [19, 7, 7]), (5, 2, 128, [1, 4, 3, 18, 2]))
         ],
     )
+
+
+# ------------------------------------------------------------------------------------------ 10 in a model
+
+
+@checker
+def check_10_1(order):
+    order = [int(row) for row in order]
+    if sorted(order) != list(range(tiny.D)):
+        yield f"it doesn't take each of the rows 0 … {tiny.D - 1} once"
+    q, k = draw(2, 24, tiny.HEADS, tiny.D, dtype=torch.float32).to(chapter.DEVICE)
+    ids = torch.arange(24, device=chapter.DEVICE) * 83  # up to 1909, where the slow pairs have turned as well
+    right, found = (
+        torch.einsum("mhd,nhd->hmn", *tiny.rotation(inverse=flip)(x, y, ids))
+        for flip, x, y in ((False, q, k), (True, q[..., order], k[..., order]))
+    )
+    if not (right - found).abs().max() <= 1e-3:
+        rows, half = order[: tiny.R], tiny.R // 2
+        first = next(p for p in range(half) if rows[2 * p : 2 * p + 2] != [2 * p + 1, 2 * p])
+        mistakes = {
+            "no row that is rotated has moved": list(range(tiny.R)),
+            "this order changes the pairs, not the sign": evens_first(tiny.R).tolist(),
+            "these are the partners of neox pairs": [*range(half, tiny.R), *range(half)],
+        }
+        yield next((mistake for mistake, made in mistakes.items() if made == rows), f"pair {first} still turns wrongly")
+
+
+@checker
+def check_10_2(base_of):
+    for base, R, mode, start in ((1e4, 16, "neox", 0), (5e5, 32, "interleaved", 0), (1234.0, 8, "neox", 24)):
+        cos, sin = rk.rope_table(rk.rope_frequencies(R, base)[0], 2048, device=chapter.DEVICE)
+
+        def kernel(q, k, ids, cos=cos, sin=sin, mode=mode, start=start):
+            return rk.apply_rope(q, k, cos, sin, ids, mode=mode, start=start)
+
+        found = float(base_of(kernel))
+        mistakes = {
+            "pair 0 turns by 1 whatever the base is": 1.0,
+            "its square: the exponent is R/2, the number of pairs": base**2,
+            "its inverse: the exponent is negative": 1 / base,
+        }
+        if not abs(found / base - 1) < 1e-2:
+            why = next((f", {why}" for why, made in mistakes.items() if abs(found / made - 1) < 1e-2), "")
+            yield f"it found {found:.6g} for the base {base:g}, R = {R}{why}"
+
+
+@checker
+def check_10_3(convert):
+    for R, tokens in ((8, 2), (64, 3)):
+        ours = draw(2, 1, tokens, R)
+        theirs = ours[..., evens_first(R)]  # what transformers' function for DeepSeek-V3 makes of apply_rope's order
+        found = convert(theirs.clone())
+        fault = difference(found, ours)
+        mistakes = {
+            "nothing has moved": theirs,
+            "this is the other direction, from apply_rope's order to that of transformers": theirs[..., evens_first(R)],
+        }
+        yield fault and (recognised(found, mistakes) or fault)

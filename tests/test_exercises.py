@@ -5,10 +5,12 @@ import re
 
 import chapter
 import exercises as ex
+import find_the_fault as finder
 import pytest
 import self_checks as sc
 import torch
 from books import NOTEBOOKS, prose
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import rope_kernels as rk
 
@@ -165,6 +167,18 @@ def nudged(cache, new, positions, cos, sin):
     cache[new, 0] += 1e-3
 
 
+def neighbours_swapped(rows):
+    return [row ^ 1 if row < rows else row for row in range(32)]
+
+
+def base_from(formula):
+    return lambda kernel: formula(finder.read(kernel)["inv_freq"])
+
+
+def pairs_dealt(k):
+    return torch.stack(k.chunk(2, -1), -1).flatten(-2)
+
+
 WRONG = {
     "01_1": {
         "neox itself": rk.torch_rope_neox,
@@ -180,6 +194,7 @@ WRONG = {
         "heads ignored": lambda W, b, heads: move(halves_dealt)(W, b, 1),
         "two heads": lambda W, b, heads: move(halves_dealt)(W, b, 2),
         "columns": lambda W, b, heads: (W[:, halves_dealt(W.shape[1])], b),
+        "bias as a row": lambda W, b, heads: (lambda W, b: (W, b[None]))(*move(halves_dealt)(W, b, heads)),
     },
     "01_3": {
         "always interleaved": which_from(1, lambda R: dict.fromkeys(three_kinds(R), "interleaved")),
@@ -353,6 +368,37 @@ WRONG = {
         "off by one": cached(ids=lambda positions: positions + 1),
         "nudged": nudged,
     },
+    "10_1": {
+        "nothing": [*range(32)],
+        "evens then odds": [*range(0, 16, 2), *range(1, 16, 2), *range(16, 32)],
+        "rotated rows in reverse": [*range(15, -1, -1), *range(16, 32)],
+        "ends exchanged": [*range(16, 32), *range(16)],
+        "all but the slowest pair": neighbours_swapped(14),
+        "neox partners": [*range(8, 16), *range(8), *range(16, 32)],
+        "a row twice": [1, 1, *neighbours_swapped(16)[2:]],
+        "too short": neighbours_swapped(16)[:16],
+        "more rows than a head has": [*neighbours_swapped(16), 32, 33],
+    },
+    "10_2": {
+        "always 10000": lambda kernel: 10000.0,
+        "pair 0": base_from(lambda inv_freq: inv_freq[0] ** -len(inv_freq)),
+        "R in place of R/2": base_from(lambda inv_freq: inv_freq[1] ** (-2 * len(inv_freq))),
+        "without the sign": base_from(lambda inv_freq: inv_freq[1] ** len(inv_freq)),
+        "R = 16 for all": base_from(lambda inv_freq: inv_freq[1] ** -8),
+        "the last pair": base_from(lambda inv_freq: 1 / inv_freq[-1]),
+        "NaN": lambda kernel: math.nan,
+    },
+    "10_3": {
+        "nothing": lambda k: k,
+        "the other way": lambda k: torch.cat((k[..., 0::2], k[..., 1::2]), -1),
+        "in reverse": lambda k: k.flip(-1),
+        "halves exchanged": lambda k: k.roll(k.shape[-1] // 2, -1),
+        "R = 8 only": lambda k: torch.cat((pairs_dealt(k[..., :8]), k[..., 8:]), -1),
+        "odds first": lambda k: torch.stack(k.chunk(2, -1)[::-1], -1).flatten(-2),
+        "not flattened": lambda k: torch.stack(k.chunk(2, -1), -1),
+        "another axis": lambda k: pairs_dealt(k).transpose(0, 1),
+        "NaN": lambda k: k * math.nan,
+    },
 }  # fmt: skip
 PLANTED = [
     pytest.param(name, answer, id=f"{name}-{what}") for name, wrong in WRONG.items() for what, answer in wrong.items()
@@ -361,7 +407,7 @@ PLANTED = [
 
 def test_every_exercise_names_its_check_and_has_planted_wrong_answers():
     named = {}
-    for path in NOTEBOOKS[:-1]:  # the last has checks of its own
+    for path in NOTEBOOKS:
         text = prose(path)
         named[path.stem[:2]] = re.findall(r"`ex\.check_(\w+)\(", text)
         exercises = len(re.findall(r"<summary>[^<]*nswer", text))
@@ -409,6 +455,10 @@ def test_a_check_never_raises(name, capsys):
         ("08_2", lambda keys, at, short, long: turn(turn(keys, -at[:, None] * short), at[:, None] * long)),
         ("08_3", lambda s: [0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
         ("09_3", cached()),
+        ("10_1", torch.tensor(neighbours_swapped(16))),
+        ("10_1", [*neighbours_swapped(16)[:16], *range(31, 15, -1)]),  # the rest may lie anyhow, q and k alike
+        ("10_2", base_from(lambda inv_freq: inv_freq[2] ** (-len(inv_freq) / 2))),
+        ("10_3", lambda k: k[..., torch.arange(k.shape[-1]).view(2, -1).T.flatten()]),
     ],
 )  # fmt: skip
 def test_other_right_answers_are_accepted(name, answer, capsys):
@@ -451,3 +501,37 @@ def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
 def test_a_check_tells_a_test_its_fault(capsys):
     assert ex.check_06_2.fault(8192) is None and "no power of two" in ex.check_06_2.fault(8388)
     assert capsys.readouterr().out == ""  # only check(…) itself prints; nbval holds that a cell shows one line
+
+
+SAID = {
+    ("01_1", "neox itself"): "this is neox",
+    ("01_1", "not undone"): "isn't undone",
+    ("01_1", "the other permutation"): "changed places",
+    ("01_1", "undone by itself"): "applied once more",
+    ("01_2", "nothing"): "the weight is as it was",
+    ("01_2", "the other direction"): "the direction is the other one",
+    ("01_2", "bias forgotten"): "the bias is as it was",
+    ("01_2", "heads ignored"): "permuted as one",
+    ("01_2", "bias as a row"): "the bias has the shape (1, 96), right is (96,)",
+    ("01_3", "channel 0"): "which channel 0 can't tell apart",
+    ("10_1", "nothing"): "no row that is rotated has moved",
+    ("10_1", "evens then odds"): "changes the pairs",
+    ("10_1", "all but the slowest pair"): "pair 7 still turns wrongly",
+    ("10_1", "neox partners"): "partners of neox pairs",
+    ("10_2", "pair 0"): "whatever the base is",
+    ("10_2", "R in place of R/2"): "the exponent is R/2",
+    ("10_2", "without the sign"): "the exponent is negative",
+    ("10_3", "nothing"): "nothing has moved",
+    ("10_3", "the other way"): "this is the other direction",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "what"), SAID, ids=lambda part: part)
+def test_a_mistake_of_01_or_10_is_named(name, what):
+    assert SAID[name, what] in CHECKS[f"check_{name}"].fault(WRONG[name][what])
+
+
+def test_10_3_begins_with_the_order_of_deepseek_in_transformers():
+    k, (cos, sin) = ex.draw(1, 1, 5, 8), ex.tables(range(1, 6), 8)
+    _, theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(k, k, *(t.repeat(1, 2)[None] for t in (cos, sin)))
+    assert torch.equal(theirs, rk.torch_rope_interleaved(k, cos, sin)[..., ex.evens_first(8)])
