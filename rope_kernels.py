@@ -1057,7 +1057,7 @@ def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
 
 @functools.lru_cache(maxsize=4096)
 def _fault(q_shape, q_strides, k_shape=(0,), k_strides=(), apart=0):
-    """Say why q, and k that begins `apart` elements after it, can't be written in place by their layouts, or nothing."""
+    """Say why q, and k `apart` elements behind it, can't be written in place by their layouts, or nothing."""
     axes = []
     for name, shape, strides in (("q", q_shape, q_strides), ("k", k_shape, k_strides)):
         if 0 in shape:
