@@ -642,6 +642,7 @@ def rope_per_token(
     batched=False,
     width=1,
     per_thread=1,
+    threads=128,
     trigger=False,
 ):
     """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
@@ -658,27 +659,26 @@ def rope_per_token(
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
     Ids outside 0 … P−1 give NaN. From sm_90 on the kernel starts before the one ahead of it in the stream has ended
     (programmatic dependent launch), and waits for that end before it reads or writes.
-    For speed alone: per_thread, heads a thread takes; trigger, whether the next kernel may start as early.
+    For speed alone: per_thread, heads a thread takes; threads, about how many a block has; trigger, whether the next
+    kernel may start as early.
     Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
-    for name, value, least in (("heads_q", heads_q, 1), ("heads_k", heads_k, 0), ("R", R, 1), ("start", start, 0)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {name}={value}")
-    if R % 2:
-        raise ValueError(f"rope dim must be even, got R={R}")
-    if start + R > D:
-        raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
-    for name, value, allowed in (
-        ("mode", mode, ("neox", "interleaved")),
-        ("dtype", dtype, ("float16", "bfloat16", "float32")),
-        ("table_dtype", table_dtype, ("float32", dtype)),
-        ("index_dtype", index_dtype, ("int32", "int64", None)),
-        ("width", width, (1, 2, 4, 8)),
-        ("per_thread", per_thread, (1, 2)),
+    for name, value, fits, takes in (
+        ("heads_q", heads_q, heads_q > 0, "1 or more"),
+        ("heads_k", heads_k, heads_k >= 0, "0 or more"),
+        ("R", R, R > 0 and R % 2 == 0, "an even rope dim"),
+        ("start", start, 0 <= start <= D - R, f"0 … {D - R} for R={R} of D={D}"),
+        ("mode", mode, mode in ("neox", "interleaved"), "neox or interleaved"),
+        ("dtype", dtype, dtype in ("float16", "bfloat16", "float32"), "float16, bfloat16 or float32"),
+        ("table_dtype", table_dtype, table_dtype in ("float32", dtype), f"float32 or {dtype}"),
+        ("index_dtype", index_dtype, index_dtype in ("int32", "int64", None), "int32, int64 or None"),
+        ("width", width, width in (1, 2, 4, 8), "1, 2, 4 or 8"),
+        ("per_thread", per_thread, per_thread in (1, 2), "1 or 2"),
+        ("threads", threads, threads in (32, 64, 128, 256), "32, 64, 128 or 256"),
     ):
-        if value not in allowed:
-            raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
+        if not fits:
+            raise ValueError(f"{name} takes {takes}, got {name}={value!r}")
     target = tilelang.tvm.target.Target.current(allow_none=True)
     if target is None and tilelang.tvm.cuda().exist:
         target = tilelang.backend.target.determine_target("auto", return_object=True)
@@ -698,36 +698,54 @@ def rope_per_token(
     while D % wide or R % wide or start % wide:
         wide //= 2
     turning, passing = half // vec, 0 if inplace else -(-(D - R) // (2 * wide))
-    blocks = -(-heads // (max(1, 128 // (turning + passing)) * per_thread))
+    blocks = -(-heads // (max(1, threads // (turning + passing)) * per_thread))
     slots = -(-heads // (blocks * per_thread))  # heads side by side in a block, each thread per_thread deep
     threads = slots * (turning + passing)
     if threads > 1024 and not on_c:
         raise ValueError(f"R={R} at start={start} of D={D} takes {threads} threads for width={width}, over 1024")
 
-    # Moves of n bytes between registers and memory. Loads of 16 bytes are PTX, for two things that TileLang has no word
-    # for: the hint that L2 keep the line, which is faster (notebook 09), and `volatile`, which keeps x's loads ahead of
-    # the id's and behind the wait for the kernel before.
+    # Moves of n bytes between registers and memory; q's address or k's is chosen without a branch. Loads of 16 bytes are
+    # PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster (notebook 09),
+    # and `volatile`, which keeps x's loads ahead of the id's and behind the wait for the kernel before.
     prelude = """
-template <int n> __device__ __forceinline__ void store(void* to, const void* from, int offset) {
-  memcpy(__builtin_assume_aligned((char*)to + offset, n < 16 ? n : 16), from, n);
-}
-template <int n> __device__ __forceinline__ void load(void* to, const void* from, int offset) {
-  from = (const char*)from + offset;
+__device__ __forceinline__ void load_row(void* to, const void* row, int at, int n) {
+  const char* from = (const char*)row + at;
 #if __CUDA_ARCH__ >= 800
-  if constexpr (n % 16 == 0) {
+  if (n % 16 == 0) {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    for (int i = 0; i < n / 16; i++) {
+    for (int i = 0; i < n; i += 16) {
       uint4 v;
       asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)from + i), "l"(policy));
-      ((uint4*)to)[i] = v;
+          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from + i), "l"(policy));
+      *(uint4*)((char*)to + i) = v;
     }
     return;
   }
 #endif
   memcpy(to, __builtin_assume_aligned(from, n < 16 ? n : 16), n);
 }
+__device__ __forceinline__ void load(void* to, const void* q, const void* k, bool in_q, int at, int n) {
+  load_row(to, in_q ? q : k, at, n);
+}
+__device__ __forceinline__ void store(const void* from, void* y, void* z, bool in_y, int at, int n) {
+  memcpy(__builtin_assume_aligned((char*)(in_y ? y : z) + at, n < 16 ? n : 16), from, n);
+}
+"""
+    if on_c:  # the same three, with the types by which TileLang declares them
+        x_type, row_type = ("float" if kind == "float32" else "half" for kind in (dtype, table_dtype))
+        prelude = f"""
+extern "C" {{
+static inline void* load_row({row_type}* to, {row_type}* row, int32_t at, int32_t n) {{
+  return memcpy(to, (char*)row + at, n);
+}}
+static inline void* load({x_type}* to, {x_type}* q, {x_type}* k, bool in_q, int32_t at, int32_t n) {{
+  return memcpy(to, (char*)(in_q ? q : k) + at, n);
+}}
+static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, int32_t at, int32_t n) {{
+  return memcpy((char*)(in_y ? y : z) + at, from, n);
+}}
+}}
 """
 
     S, P = T.dynamic("S"), T.dynamic("P")
@@ -749,37 +767,19 @@ template <int n> __device__ __forceinline__ void load(void* to, const void* from
         channel = T.min((2 * lane + part) * wide, D - R - wide)  # the last vector perhaps twice
         return channel + T.if_then_else(channel < start, 0, R)
 
-    def move(way, vector, i, address, channel, n):
-        ends = (T.address_of(vector[i]), address)
-        T.evaluate(T.call_extern("handle", f"{way}<{n}>", *(ends if way == "load" else ends[::-1]), channel))
+    def move(way, vector, i, q, k, token, head, channel, count):
+        """Load or store `count` channels of a head of q or, past q's own, of k."""
+        in_q, in_k = (
+            (T.min(head, heads_q - 1), T.max(head - heads_q, 0)) if on_c else (head, head - heads_q)
+        )  # C checks
+        either = T.address_of(q[(*token, in_q, 0)]), T.address_of(k[(*token, in_k, 0)]), head < heads_q
+        T.evaluate(T.call_extern("handle", way, T.address_of(vector[i]), *either, channel * size, count * size))
 
-    def address(q, k, token, head):
-        """Of q's heads, and then of k's: a choice of address and no branch."""
-        in_q, in_k = T.address_of(q[(*token, head, 0)]), T.address_of(k[(*token, head - heads_q, 0)])
-        return T.if_then_else(head < heads_q, in_q, in_k)
-
-    @T.macro
-    def move_head(way, vector, i, q, k, token, head, channel, count):
-        if not on_c:
-            move(way, vector, i, address(q, k, token, head), channel * size, count * size)
-        elif way == "load":
-            for j in T.serial(count):
-                in_q, in_k = q[(*token, head, channel + j)], k[(*token, head - heads_q, channel + j)]
-                vector[i + j] = T.if_then_else(head < heads_q, in_q, in_k)
-        else:
-            for j in T.serial(count):
-                if head < heads_q:
-                    q[(*token, head, channel + j)] = vector[i + j]
-                else:
-                    k[(*token, head - heads_q, channel + j)] = vector[i + j]
-
-    @T.macro
-    def load_row(row, table, index, column):
-        if not on_c:
-            move("load", row, 0, T.address_of(table[index, 0]), column * table_size, vec * table_size)
-        else:
-            for j in T.serial(vec):
-                row[j] = table[index, column + j]
+    def load_row(vector, table, index, column):
+        row = T.address_of(table[index, 0])
+        T.evaluate(
+            T.call_extern("handle", "load_row", T.address_of(vector[0]), row, column * table_size, vec * table_size)
+        )
 
     @T.macro
     def turn(q, k, cos, sin, positions, y, z, token, first, lane):
@@ -790,7 +790,7 @@ template <int n> __device__ __forceinline__ void load(void* to, const void* from
         # at the end of a token's last block, reads the last head along and stores nothing: no branch holds up the id.
         for i in T.unroll(2 * per_thread):  # two vectors of each head
             head = T.min(first + i // 2 * slots, heads - 1)
-            move_head("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
+            move("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
         index = positions[token] if gathered else token[-1]
         if (index >= 0) & (index < cos.shape[0]):
             load_row(c, cos, index, lane * vec)
@@ -807,40 +807,35 @@ template <int n> __device__ __forceinline__ void load(void* to, const void* from
                 x[one] = T.cast(a * cj - b * sj, dtype)
                 x[two] = T.cast(b * cj + a * sj, dtype)
         for i in T.unroll(2 * per_thread):
-            head = first + i // 2 * slots
-            if head < heads:
-                move_head("store", x, i * vec, y, z, token, head, turned(lane, i % 2), vec)
+            if first + i // 2 * slots < heads:
+                move("store", x, i * vec, y, z, token, first + i // 2 * slots, turned(lane, i % 2), vec)
 
     @T.macro
     def carry(q, k, y, z, token, first, lane):
         x = T.alloc_local((2 * per_thread * wide,), dtype)
         for i in T.unroll(2 * per_thread):
             head = T.min(first + i // 2 * slots, heads - 1)
-            move_head("load", x, i * wide, q, k, token, head, passed(lane, i % 2), wide)
+            move("load", x, i * wide, q, k, token, head, passed(lane, i % 2), wide)
         for i in T.unroll(2 * per_thread):
-            head = first + i // 2 * slots
-            if head < heads:
-                move_head("store", x, i * wide, y, z, token, head, passed(lane, i % 2), wide)
+            if first + i // 2 * slots < heads:
+                move("store", x, i * wide, y, z, token, first + i // 2 * slots, passed(lane, i % 2), wide)
 
     @T.macro
     def work(q, k, cos, sin, positions, y, z, token, head, item):
-        if item < slots * turning:
-            first = T.alloc_var("int32", init=head + item // turning)  # variables, or TileLang takes
-            lane = T.alloc_var("int32", init=item % turning)  # the index apart again for each access
+        # variables, or TileLang takes the index apart again for each access
+        rest = item - slots * turning
+        if rest < 0:
+            first = T.alloc_var("int32", init=head + item // turning)
+            lane = T.alloc_var("int32", init=item % turning)
             turn(q, k, cos, sin, positions, y, z, token, first, lane)
         elif passing:
-            first = T.alloc_var("int32", init=head + (item - slots * turning) // passing)
-            lane = T.alloc_var("int32", init=(item - slots * turning) % passing)
+            first = T.alloc_var("int32", init=head + rest // passing)
+            lane = T.alloc_var("int32", init=rest % passing)
             carry(q, k, y, z, token, first, lane)
 
     @T.macro
     def launch(q, k, cos, sin, positions, y, z):
-        with T.Kernel(S * blocks, lead[0] if batched else 1, threads=threads, prelude=None if on_c else prelude) as (
-            block,
-            b,
-        ):
-            if not on_c:  # as few registers (32) as let a multiprocessor hold all the threads that it can
-                T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
+        with T.Kernel(S * blocks, lead[0] if batched else 1, threads=threads, prelude=prelude) as (block, b):
             if overlapped:
                 T.pdl_sync()
                 if trigger:
@@ -850,7 +845,8 @@ template <int n> __device__ __forceinline__ void load(void* to, const void* from
             if on_c:
                 for item in T.serial(threads):
                     work(q, k, cos, sin, positions, y, z, token, head, item)
-            else:
+            else:  # as few registers, 32, as let a multiprocessor hold all the threads that it can
+                T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
                 work(q, k, cos, sin, positions, y, z, token, head, T.get_thread_binding())
 
     if inplace:
@@ -1132,7 +1128,8 @@ def _kernel(
     if table_bits % 16:
         width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
     threads = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize // 16
-    access, geometry = _geometry(threads // torch.cuda.get_device_properties(device).multi_processor_count, inplace)
+    threads //= torch.cuda.get_device_properties(device).multi_processor_count
+    access, geometry = _geometry(threads, inplace, mode, narrow=columns % 4 or start % 4)
     width = min(width, access // dtype.itemsize)
     names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
     with torch.cuda.device(device):
@@ -1150,12 +1147,18 @@ def _kernel(
     return there
 
 
-def _geometry(threads, inplace):
-    """Return the bytes of an access and more, by the threads that a multiprocessor gets; it holds 2,048 at once."""
-    few = threads <= 1024  # short of work: more and smaller threads, and room for the next kernel's to come up early
-    # in place, lines are written soon after they are read: narrower accesses, and two heads a thread once it is full
-    many = inplace and threads > 4 * 2048
-    return 8 if few or inplace else 16, {"per_thread": 2 if many else 1, "trigger": few}
+def _geometry(threads, inplace, mode, narrow):
+    """Return the bytes of an access and ④'s options for speed, as they were measured on an H200.
+
+    threads: what each multiprocessor gets at 16 bytes of q and k a thread; it holds 2,048 at once.
+    """
+    if threads <= 1024:  # short of work: small threads, all up at once, and room for the next kernel's beside them
+        return 8, {"trigger": True}
+    if inplace and (mode == "interleaved" or threads > 2**15):  # lines are read and written back: fewer under way
+        return 16, {"per_thread": 2, "threads": 32}
+    return 8 if inplace else 16, {
+        "per_thread": 2 if narrow else 1
+    }  # narrow: a thread would have too little to wait for
 
 
 def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):
