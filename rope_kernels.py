@@ -15,6 +15,8 @@ import sys
 import tempfile
 import warnings
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA's own answer would keep it from forked children
+
 import tilelang
 import tilelang.language as T
 import torch
@@ -65,11 +67,8 @@ def torch_rope_neox(x, cos, sin):
         y[p]     = x[p]·cos[p]     − x[p+R/2]·sin[p]
         y[p+R/2] = x[p+R/2]·cos[p] + x[p]·sin[p]       p = 0 … R/2−1
 
-    Shapes: x (..., R); cos and sin broadcastable to (..., R/2), one column a pair; returns x's shape.
-    Torch aligns shapes from the right: for x (tokens, heads, R) pass a table (tokens, 1, R/2).
-    Dtypes: any floating; the arithmetic is float32 (float64 for float64 x), rounded once to x's dtype.
-    Errors: ValueError for an odd R, a table of another width or with more rows than x; TypeError for integers.
-    Source: GPT-NeoX, arXiv:2204.06745; the layout of Llama and Qwen checkpoints in transformers.
+    Shapes, dtypes, errors: as torch_rope_interleaved. Source: GPT-NeoX, arXiv:2204.06745; the layout of Llama 1–3 and
+    Qwen checkpoints in transformers.
     """
     work, cos, sin = _checked(x, cos, sin)
     first, second = work.tensor_split(2, dim=-1)
@@ -97,41 +96,57 @@ def torch_partial_rope(x, cos, sin, mode="neox", start=None):
         start = width - rope_dim
     if not 0 <= start <= width - rope_dim:
         raise ValueError(f"start takes 0 … {width - rope_dim} for R={rope_dim} of {width} channels, got start={start}")
-    stop = start + rope_dim
-    return torch.cat((x[..., :start], rotations[mode](x[..., start:stop], cos, sin), x[..., stop:]), dim=-1)
+    y = x.clone()
+    y[..., start : start + rope_dim] = rotations[mode](x[..., start : start + rope_dim], cos, sin)
+    return y
 
 
 # ----------------------------------------------------------------------------------------------- tables
 
 _LENGTH = "original_max_position_embeddings"
-_KEYS = {  # what each type reads beside the keys of them all
-    "default": "rope_type type rope_theta mrope_section mrope_interleaved",
+_KEYS = {  # what each type reads, beside the keys of them all
+    "default": "rope_type type rope_theta mrope_section mrope_interleaved max_position_embeddings",
     "linear": "factor",
-    "dynamic": "factor",
+    "dynamic": "factor alpha",
     "llama3": f"factor {_LENGTH} low_freq_factor high_freq_factor",
     "yarn": f"factor {_LENGTH} beta_fast beta_slow truncate attention_factor mscale mscale_all_dim",
-    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor",
+    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor short_mscale long_mscale",
     "proportional": "factor partial_rotary_factor",
+}
+_SPELLINGS = {"mrope": "default", "su": "longrope", "deepseek_yarn": "yarn"}
+_ELSEWHERE = {  # keys that change the model, but not here
+    "llama_4_scaling_beta": "it belongs to q, which it scales by position",
+    "attn_factor": "it belongs to engines that multiply the attention factor by it",
+    "partial_rotary_factor": "it belongs to rope_dim, where rope_settings puts it",
+    "rope_interleave": "it belongs to the choice of mode",
+    "indexer_rope_interleave": "it belongs to the choice of the indexer's mode",
 }
 
 
-def _integer(name, value, least):
+def _integer(name, value, least, most=2**31 - 1):
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} takes an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {name}={value}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be at least {least}, got {name}={value}; up to {most} is served")
     return value
 
 
-def _number(given, key, default=None, above=0.0):
-    value = given.get(key, default)
+def _number(given, key, default=None, above=0.0, or_zero=False):
+    value = default if given.get(key) is None else given[key]
     if value is None:
         raise ValueError(f"{key} is missing: it takes a number above {above:g}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{key} takes a number, got {value!r}")
-    if not above < value < math.inf:
-        raise ValueError(f"{key} takes a finite number above {above:g}, got {key}={value!r}")
+    if not (above < value <= 1e12 and value >= 1e-12 or or_zero and value == 0):  # beyond, powers overflow
+        raise ValueError(f"{key} takes a finite number above {above:g}, got {key}={value!r}; 1e-12 … 1e12 are served")
     return float(value)
+
+
+def _given(dictionary, name="config"):
+    if not isinstance(dictionary, (dict, type(None))):
+        raise TypeError(f"{name} takes a dictionary or None, got {dictionary!r}")
+    given = {key: value for key, value in (dictionary or {}).items() if value is not None}
+    return {"truncate": False} | given if "truncate" in (dictionary or {}) else given  # transformers reads null so
 
 
 def _llama3(theta, given):
@@ -142,8 +157,9 @@ def _llama3(theta, given):
     return (1 - t) * (theta / _number(given, "factor")) + t * theta
 
 
-def _yarn(theta, base, given):
-    s, length, rope_dim = _number(given, "factor"), _number(given, _LENGTH), 2 * len(theta)
+def _yarn(theta, base, given, max_position):
+    length, rope_dim = _number(given, _LENGTH, max_position), 2 * len(theta)
+    s = _number(given, "factor", max_position and max_position / length)
     fast, slow = _number(given, "beta_fast", 32), _number(given, "beta_slow", 1)
     if fast < slow:
         raise ValueError(f"beta_fast takes at least beta_slow={slow:g}, got beta_fast={fast:g}")
@@ -156,13 +172,13 @@ def _yarn(theta, base, given):
     b += 0.001 * (a == b)  # a steep ramp instead of 0/0
     ramp = ((torch.arange(len(theta), dtype=torch.float64, device="cpu") - a) / (b - a)).clamp(0, 1)
     # as in transformers, zero counts as absent, and one mscale without the other plays no part
-    k, k_all = (_number(given, key) if given.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    k, k_all = (_number(given, key, 0, or_zero=True) for key in ("mscale", "mscale_all_dim"))
     growth = 0.1 * math.log(max(s, 1.0))
     factor = (k * growth + 1) / (k_all * growth + 1) if k and k_all else growth + 1
     return theta / s * ramp + theta * (1 - ramp), _number(given, "attention_factor", factor)
 
 
-def _longrope(theta, given, seq_len):
+def _longrope(theta, given, seq_len, max_position):
     length = _number(given, _LENGTH, above=1.0)
     for name in ("short_factor", "long_factor"):
         if not isinstance(divisors := given.get(name, []), (list, tuple)):
@@ -171,10 +187,13 @@ def _longrope(theta, given, seq_len):
             raise ValueError(f"{name} takes R/2={len(theta)} numbers, got {len(divisors)}")
         for entry in divisors:
             _number({name: entry}, name)
-    divisors = given["long_factor" if seq_len is not None and seq_len > length else "short_factor"]
-    s = _number(given, "factor", 1.0 if "attention_factor" in given else None)
+    reach = "long" if seq_len is not None and seq_len > length else "short"
+    divisors = torch.tensor(given[f"{reach}_factor"], dtype=torch.float64, device="cpu")
+    if f"{reach}_mscale" in given:
+        return theta / divisors, _number(given, f"{reach}_mscale")
+    s = _number(given, "factor", 1.0 if "attention_factor" in given else max_position and max_position / length)
     factor = _number(given, "attention_factor", math.sqrt(1 + math.log(max(s, 1.0)) / math.log(length)))
-    return theta / torch.tensor(divisors, dtype=torch.float64, device="cpu"), factor
+    return theta / divisors, factor
 
 
 def _proportional(theta, given):
@@ -183,6 +202,23 @@ def _proportional(theta, given):
     if share > 1 or pairs < 1 or abs(share * len(theta) - pairs) > 1e-6:
         raise ValueError(f"partial_rotary_factor takes whole pairs of R/2={len(theta)} in (0, 1], got {share!r}")
     return theta * (torch.arange(len(theta), device="cpu") < pairs) / _number(given, "factor", 1.0)
+
+
+def _kind(given):
+    kinds = [_SPELLINGS.get(str(given[key]), given[key]) for key in ("rope_type", "type") if key in given]
+    if not kinds and given.keys() & {"factor", "long_factor", "alpha"}:
+        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
+    for kind in kinds:
+        if kind not in list(_KEYS):  # a list, for kinds that do not hash
+            raise ValueError(f"rope_type takes {', '.join((*_SPELLINGS, *_KEYS))}, got {kind!r}")
+        if kind != kinds[0]:
+            raise ValueError(f"rope_type and type must agree, got {' and '.join(kinds)}")
+    return kinds[0] if kinds else "default"
+
+
+def _warn_of(keys):
+    for key in sorted(keys):
+        warnings.warn(f"{key} is not applied here: {_ELSEWHERE.get(key, 'it is unknown')}", stacklevel=3)
 
 
 def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_position=None):
@@ -204,58 +240,182 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
         ⌈⌉ if `truncate` is false, b + 0.001 if a = b; m(k) = 0.1·k·ln s + 1, k = mscale, k_all = mscale_all_dim, m(1)
         unless both are nonzero. In both factors ln s is 0 for s < 1, and `attention_factor` wins over the formula.
 
+    With `alpha` dynamic takes base·alpha^(R/(R−2)) at any length; longrope's factor is `long_mscale` or `short_mscale`
+    where given. mrope is default (its sections choose position ids), su is longrope, deepseek_yarn yarn.
     scaling is the dictionary `rope_parameters` or `rope_scaling` of config.json: its `rope_theta` wins over base, null
-    counts as absent (but as false for truncate), keys of other types are ignored, unknown ones warned about. If absent,
-    s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn (never in longrope: Phi-3 keeps L beside the
-    dictionary; put it in).
+    counts as absent (but as false for truncate), keys of other types are ignored, those not applied are warned about.
+    If absent, s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn.
     The attention factor is the one that multiplies cos and sin, transformers' value. DeepSeek-style models put the
     rest, m(mscale_all_dim)², into the softmax scale; that is not done here.
     Shapes: inv_freq (R/2,). Dtypes: float64, on the CPU; a float. Equal arguments give equal bits.
-    Errors: ValueError for an odd or non-positive rope_dim, an unknown type, a key missing or senseless for its type, a
-    dictionary nested by layer type; TypeError for wrong types.
+    Errors: ValueError for an odd rope_dim, an unknown type, a key missing or senseless, a dictionary nested by layer
+    type; TypeError for wrong types.
     Source: RoFormer, arXiv:2104.09864; YaRN (dynamic too), arXiv:2309.00071; LongRoPE, arXiv:2402.13753; Llama 3,
     arXiv:2407.21783; the values are those of transformers' ROPE_INIT_FUNCTIONS.
     """
-    if _integer("rope_dim", rope_dim, least=2) % 2:
+    if _integer("rope_dim", rope_dim, least=2, most=2**16) % 2:
         raise ValueError(f"rope dim must be even, got R={rope_dim}")
-    seq_len = None if seq_len is None else _integer("seq_len", seq_len, least=0)
-    max_position = None if max_position is None else _integer("max_position", max_position, least=1)
-    if not isinstance(scaling, (dict, type(None))):
-        raise TypeError(f"scaling takes a dictionary or None, got {scaling!r}")
-    given = {key: value for key, value in (scaling or {}).items() if value is not None}
-    if "truncate" in (scaling or {}):
-        given.setdefault("truncate", False)  # transformers reads null so
+    for name, value, least in (("seq_len", seq_len, 0), ("max_position", max_position, 1)):
+        _integer(name, least if value is None else value, least)
+    given = _given(scaling, "scaling")
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ValueError(f"scaling takes the dictionary of one layer type, got several: {nested}")
-    if unknown := given.keys() - set(" ".join(_KEYS.values()).split()):
-        warnings.warn(f"scaling has keys that are unknown and change nothing: {sorted(unknown)}", stacklevel=2)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind != given.get("type", kind):
-        raise ValueError(f"rope_type and type must agree, got rope_type={kind!r} and type={given['type']!r}")
-    if kind not in list(_KEYS):  # a list, for kinds that do not hash
-        raise ValueError(f"rope_type takes {', '.join(_KEYS)}, got {kind!r}")
-    if not given.keys() & {"rope_type", "type"} and given.keys() & {"factor", "long_factor"}:
-        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
-    if max_position is not None and kind in ("yarn", "longrope"):
-        if _LENGTH in given:
-            given.setdefault("factor", max_position / _number(given, _LENGTH))
-        elif kind == "yarn":
-            given[_LENGTH] = max_position
+    kind = _kind(given)
+    known = {key for name in _KEYS if name != "proportional" or kind == name for key in _KEYS[name].split()}
+    _warn_of(given.keys() - known)
     name = "rope_theta" if "rope_theta" in given else "base"
     base = _number({**given, "base": base}, name, above=1.0 if kind == "yarn" else 0.0)  # yarn divides by ln base
     if kind == "dynamic":
         if rope_dim < 4:
             raise ValueError(f"dynamic takes a rope_dim of at least 4, its exponent is R/(R−2), got R={rope_dim}")
-        s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
-        base *= (s * max(seq_len or 0, trained) / trained - (s - 1)) ** (rope_dim / (rope_dim - 2))
+        if "alpha" in given:
+            stretch = _number(given, "alpha")
+        else:
+            s, trained = _number(given, "factor"), _number({"max_position": max_position}, "max_position")
+            stretch = s * max(seq_len or 0, trained) / trained - (s - 1)
+        base *= stretch ** (rope_dim / (rope_dim - 2))
     theta = base ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64, device="cpu") / rope_dim)
     if kind == "yarn":
-        return _yarn(theta, base, given)
+        return _yarn(theta, base, given, max_position)
     if kind == "longrope":
-        return _longrope(theta, given, seq_len)
+        return _longrope(theta, given, seq_len, max_position)
     if kind in ("llama3", "proportional"):
         return (_llama3 if kind == "llama3" else _proportional)(theta, given), 1.0
     return theta / _number(given, "factor") if kind == "linear" else theta, 1.0
+
+
+_CALLED = {  # what files call it
+    "R": "qk_rope_head_dim rotary_dim",
+    "head width": "head_dim attention_head_dim kv_channels",
+    "hidden size": "hidden_size n_embd d_model",
+    "heads": "num_attention_heads n_head num_heads",
+    "share": "partial_rotary_factor rotary_pct rope_pct",
+    "base": "rope_theta rotary_emb_base rotary_embedding_base",
+    "max_position": "max_position_embeddings n_positions",
+}
+_BY_TYPE = {  # keys for one type of layers, and what they stand for there
+    "full_attention": {"global_rope_theta": "rope_theta", "global_head_dim": "head_dim"},
+    "sliding_attention": dict.fromkeys(["local_rope_theta", "rope_local_base_freq", "swa_rope_theta"], "rope_theta"),
+}
+_BY_LAYER = {"no_rope_layers": "rotary", "layer_rope_theta": "rope_theta"}  # lists; where they say 0: no rotation
+_LEFT_OUT = {  # what files of these types of models may leave to their class in transformers
+    "codegen falcon gptj llama mistral": {"base": 10000.0},
+    "chatglm": {"base": 10000.0, "share": 0.5},
+    "glm glm4 glm4_moe nemotron persimmon phi recurrent_gemma": {"share": 0.5},
+    "gpt_neox qwen3_5_text qwen3_5_moe_text qwen3_next stablelm": {"share": 0.25},
+    "gemma3_text gemma3n_text t5gemma2_text": {"base": 1e6, "rope_local_base_freq": 10000.0, "head width": 256},
+    "modernbert modernbert-decoder": {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0},
+    "olmo3": {"rope_local_base_freq": 500000.0},
+}
+_UNSETTLED = {  # types of models whose class makes another table than their file says
+    "ernie4_5_vl_moe_text": "its frequencies are sorted by axis",
+    "minimax_m3_vl_text": "its class rotates whole heads, whatever rotary_dim says",
+}
+_FLAGS = {"rotary", "use_rotary_pos_emb", "use_mem_rope"}  # false: not rotated
+_KNOWN = " ".join(["rope_parameters rope_scaling rope_ratio original_rope", *_CALLED.values(), *_ELSEWHERE, *_FLAGS])
+_KNOWN = set(_KNOWN.split()).union(*_BY_TYPE.values())
+
+
+def _said(config, what):
+    said = {key: config[key] for key in _CALLED[what].split() if key in config}
+    if any(value != other for value in said.values() for other in said.values()):
+        raise ValueError(f"config says {what} more than once, and not alike: {said}")
+    return next(iter(said.values()), config.get(what))
+
+
+def _of_layer(config, layer):
+    """Return what config says of one type of layers, or of one layer by its number, and its dictionary of scaling."""
+    types, numbered = config.get("layer_types", []), layer is not None and not isinstance(layer, str)
+    if numbered:
+        number = _integer("layer_type", layer, 0, config.get("num_hidden_layers", len(types)) - 1)
+        layer = types[number] if types else None
+    else:
+        number = types.index(layer) if layer in types else 0
+    if (interval := config.pop("no_rope_layer_interval", None)) and not config.get("no_rope_layers"):
+        config["no_rope_layers"] = [(i + 1) % interval for i in range(config["num_hidden_layers"])]
+    for key, name in _BY_LAYER.items():
+        if entries := config.pop(key, None):
+            if not numbered and any(entry != entries[0] for entry in entries):
+                raise ValueError(f"{key} differs by layer: layer_type takes a layer's number, got {layer!r}")
+            if not entries[number]:
+                raise ValueError(f"layer {number} is not rotated, by {key}")
+            config[name] = entries[number]
+    config |= next((own for i, own in config.get("per_layer_config", {}).items() if int(i) == number), {})
+
+    old, new = (_given(config.get(key), key) for key in ("rope_scaling", "rope_parameters"))
+    apart = (old | new).keys() - {"type", "rope_type", *({"rope_theta", "partial_rotary_factor"} - old.keys())}
+    if old and new and (_kind(old) != _kind(new) or any(old.get(key) != new.get(key) for key in apart)):
+        raise ValueError(f"rope_scaling and rope_parameters disagree: {old} and {new}")
+    scaling = new or old
+    by_type = any(key in config for keys in _BY_TYPE.values() for key in keys)
+    nested = any(isinstance(value, dict) for value in scaling.values())
+    names = list(config["rope_parameters"]) if nested else list(_BY_TYPE) if by_type else types or [layer]
+    if layer not in names and (nested or by_type or layer is not None):
+        raise ValueError(f"layer_type takes one of {sorted(set(names))}, got {layer!r}")
+    if nested:
+        if layer not in scaling:
+            raise ValueError(f"layers of the type {layer} are not rotated, by rope_parameters")
+        config.pop("compress_rope_theta", None)  # DeepSeek-V4's, in the dictionary too
+        scaling = _given(scaling[layer])
+    elif layer == "sliding_attention" and "rope_local_base_freq" in config:
+        scaling = {}  # Gemma 3 scales full attention alone
+    return config | {name: config[key] for key, name in _BY_TYPE.get(layer, {}).items() if key in config}, scaling
+
+
+def rope_settings(config, layer_type=None):
+    """Read a whole config.json: return what rope_frequencies(**settings, seq_len=…) takes.
+
+        R = qk_rope_head_dim or rotary_dim, else ⌊share · head width⌋, in proportional the head width
+        head width = head_dim, else hidden size / heads
+
+    config is a dictionary, or an object with to_dict; a text_config in it is entered. layer_type is the name of a type
+    of layers or the number of a layer, needed where settings differ by layer. Returns {"rope_dim", "base", "scaling",
+    "max_position"}; not the pairing, which config.json does not settle. Keys that belong elsewhere are warned about.
+    Errors: ValueError for what is not settled, naming the keys: no width or base, no layer named, values that disagree,
+    layers without rotation, image towers, unknown keys with rope, rotary or theta in them; TypeError for wrong types.
+    Source: transformers' configuration classes, which hold what files leave out.
+    """
+    config = _given(config.to_dict() if hasattr(config, "to_dict") else config)
+    about = {key for key in config if any(word in key for word in ("rope", "rotary", "theta", "ntk"))}
+    if "text_config" in config:
+        text = _given(config["text_config"])
+        if apart := sorted(key for key in about if config[key] != text.get(key)):
+            raise ValueError(f"text_config says something else than {apart} beside it")
+        return rope_settings(text, layer_type)
+    model = config.get("model_type")
+    if reason := _UNSETTLED.get(model) or (config.keys() & {"patch_size", "image_size"} and "it is an image tower"):
+        raise ValueError(f"config does not settle the table of model_type {model}: {reason}")
+    left_out = next((values for models, values in _LEFT_OUT.items() if model in models.split()), {})
+    config, scaling = _of_layer(left_out | config, layer_type)
+    if unknown := sorted(about & config.keys() - _KNOWN):
+        raise ValueError(f"config has keys about rotation that are not understood: {unknown}")
+    if (
+        config.get("alibi")
+        or config.get("position_embedding_type") == "nope"
+        or not all(map(config.get, about & _FLAGS))
+    ):
+        raise ValueError(f"config says that its layers are not rotated, by alibi, position_embedding_type or {_FLAGS}")
+    _warn_of(config.keys() & _ELSEWHERE.keys() - {"partial_rotary_factor"})
+
+    share = _number({"partial_rotary_factor": _said(config, "share")} | scaling, "partial_rotary_factor", 1.0)
+    rope_dim, width = _said(config, "R"), _said(config, "head width")
+    if width is None and (heads := _said(config, "heads")):
+        width = _integer("hidden size", _said(config, "hidden size"), 1) // _integer("heads", heads, 1)
+    if width is None and rope_dim is None:
+        raise ValueError(f"config has no head width, only {sorted(key for key in config if 'head' in key)}")
+    kind, width = _kind(scaling), _integer("head width", rope_dim if width is None else width, 1)
+    if share > 1 or rope_dim is not None and share < 1 and int(width * share) != rope_dim:
+        raise ValueError(f"config rotates a share of {share:g} and R={rope_dim} of {width} channels")
+    rope_dim = int(width * share) if rope_dim is None else rope_dim
+    base = scaling.pop("rope_theta", _said(config, "base"))
+    if base is None and model is not None:
+        raise ValueError(f"config has no rope_theta, and what model_type {model} takes without it is not known here")
+    base = _number({"rope_theta": base}, "rope_theta", 10000.0) * _number(config, "rope_ratio", 1.0)
+    scaling |= {key: config[key] for key in [_LENGTH] if key in config}
+    scaling.pop("partial_rotary_factor", None)
+    if kind == "proportional":
+        rope_dim, scaling["partial_rotary_factor"] = width, share
+    return {"rope_dim": rope_dim, "base": base, "scaling": scaling, "max_position": _said(config, "max_position")}
 
 
 def _rounded_once(value, dtype):
@@ -284,6 +444,8 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     """
     if getattr(inv_freq, "dtype", None) not in (torch.float64, torch.float32):
         raise TypeError(f"inv_freq takes a float64 or float32 tensor, got {getattr(inv_freq, 'dtype', inv_freq)!r}")
+    if inv_freq.requires_grad:
+        raise ValueError("inv_freq gets no gradient: pass inv_freq.detach()")
     if inv_freq.dim() != 1:
         raise ValueError(f"inv_freq takes one entry a pair, (R/2,), got {tuple(inv_freq.shape)}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -294,7 +456,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
     device = positions.device if device is None else device
-    angle = positions.to(device, torch.float64)[..., None] * inv_freq.detach().to(device, torch.float64)
+    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device, torch.float64)
     cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
     return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
 
@@ -480,7 +642,6 @@ def rope_per_token(
     batched=False,
     width=1,
     per_thread=1,
-    threads=128,
     trigger=False,
 ):
     """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
@@ -489,27 +650,19 @@ def rope_per_token(
         y[t,h,j]             = q[t,h,j] elsewhere, and likewise z from k          − where inverse
 
     Shapes: kernel(q, k, cos, sin, positions, y, z), or with inplace=True kernel(q, k, cos, sin, positions), which
-    writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 any tensors shaped
-    like q, which are left alone; cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and
-    token t takes row t. batched=True puts a batch axis before the tokens of all but the tables. tokens, batch and P may
-    change from call to call. Ids outside 0 … P−1 give NaN.
-    Strides: channels side by side; on CUDA all others are free, the C backend takes contiguous tensors. `width` is the
-    widest access in elements: addresses and strides are multiples of it, the tables' of an access as long in entries.
+    writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 q and y once more;
+    cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and token t takes row t.
+    batched=True puts a batch axis before the tokens. All sizes but heads, D and R may change from call to call.
+    Strides: channels side by side; all others are free on CUDA, those of contiguous tensors on the C backend. `width`
+    is the widest access in elements: addresses and strides are multiples of it, the tables' in their own elements.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
-    Speed alone: per_thread, heads a thread takes; threads, about how many a block has; trigger, whether the next kernel
-    may start early. From sm_90 on this one's start overlaps the end of the kernel before it in the stream
-    (programmatic dependent launch); nothing is read or written before that one has ended.
+    Ids outside 0 … P−1 give NaN. From sm_90 on the kernel starts before the one ahead of it in the stream has ended
+    (programmatic dependent launch), and waits for that end before it reads or writes.
+    For speed alone: per_thread, heads a thread takes; trigger, whether the next kernel may start as early.
     Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
-    for name, value, least in (
-        ("heads_q", heads_q, 1),
-        ("heads_k", heads_k, 0),
-        ("D", D, 1),
-        ("R", R, 1),
-        ("start", start, 0),
-        ("per_thread", per_thread, 1),
-    ):
+    for name, value, least in (("heads_q", heads_q, 1), ("heads_k", heads_k, 0), ("R", R, 1), ("start", start, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {name}={value}")
     if R % 2:
@@ -522,6 +675,7 @@ def rope_per_token(
         ("table_dtype", table_dtype, ("float32", dtype)),
         ("index_dtype", index_dtype, ("int32", "int64", None)),
         ("width", width, (1, 2, 4, 8)),
+        ("per_thread", per_thread, (1, 2)),
     ):
         if value not in allowed:
             raise ValueError(f"{name} takes one of {allowed}, got {value!r}")
@@ -533,9 +687,9 @@ def rope_per_token(
     if on_c and dtype == "bfloat16":
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
-    # A thread holds two vectors of a head. The first `turning` threads take those in which its pairs lie, `vec` pairs
-    # each: neox partners are R/2 apart, interleaved ones side by side. The threads after them take the channels that
-    # pass, in vectors of `wide`; in place there are none. A block has `slots` heads side by side, per_thread deep.
+    # A token's heads, q's and then k's, go to `blocks` blocks. A block's first threads turn, `turning` of them a head:
+    # each takes `vec` pairs, in two vectors, R/2 apart for neox, side by side if interleaved. The threads after them,
+    # `passing` a head, copy what passes, two vectors of `wide` each; in place there are none.
     half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
     vec = wide = min(width, 16 // size)
@@ -543,28 +697,27 @@ def rope_per_token(
         vec //= 2
     while D % wide or R % wide or start % wide:
         wide //= 2
-    turning = half // vec
-    lanes = turning + (0 if inplace else -(-(D - R) // (2 * wide)))
-    room = vec if lanes == turning else max(vec, wide)
-    blocks = -(-heads // (max(1, threads // lanes) * per_thread))  # of a token
-    slots = -(-heads // (blocks * per_thread))
-    if slots * lanes > 1024 and not on_c:
-        raise ValueError(f"R={R} at start={start} of D={D} takes {lanes} threads a head for width={width}, over 1024")
+    turning, passing = half // vec, 0 if inplace else -(-(D - R) // (2 * wide))
+    blocks = -(-heads // (max(1, 128 // (turning + passing)) * per_thread))
+    slots = -(-heads // (blocks * per_thread))  # heads side by side in a block, each thread per_thread deep
+    threads = slots * (turning + passing)
+    if threads > 1024 and not on_c:
+        raise ValueError(f"R={R} at start={start} of D={D} takes {threads} threads for width={width}, over 1024")
 
-    # Two moves between registers and memory, in whole vectors. Loads of 16 bytes are PTX, for two things that TileLang
-    # has no word for: the hint that L2 keep the line, which is faster (see notebook 09), and `volatile`, so that x's
-    # loads stay ahead of the id's and none rises above the wait for the kernel before.
+    # Moves of n bytes between registers and memory. Loads of 16 bytes are PTX, for two things that TileLang has no word
+    # for: the hint that L2 keep the line, which is faster (notebook 09), and `volatile`, which keeps x's loads ahead of
+    # the id's and behind the wait for the kernel before.
     prelude = """
-template <int N> __device__ __forceinline__ void store(void* to, const void* from, int offset) {
-  memcpy(__builtin_assume_aligned((char*)to + offset, N < 16 ? N : 16), from, N);
+template <int n> __device__ __forceinline__ void store(void* to, const void* from, int offset) {
+  memcpy(__builtin_assume_aligned((char*)to + offset, n < 16 ? n : 16), from, n);
 }
-template <int N> __device__ __forceinline__ void load(void* to, const void* from, int offset) {
+template <int n> __device__ __forceinline__ void load(void* to, const void* from, int offset) {
   from = (const char*)from + offset;
 #if __CUDA_ARCH__ >= 800
-  if constexpr (N % 16 == 0) {
+  if constexpr (n % 16 == 0) {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    for (int i = 0; i < N / 16; i++) {
+    for (int i = 0; i < n / 16; i++) {
       uint4 v;
       asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
           : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"((const uint4*)from + i), "l"(policy));
@@ -573,7 +726,7 @@ template <int N> __device__ __forceinline__ void load(void* to, const void* from
     return;
   }
 #endif
-  memcpy(to, __builtin_assume_aligned(from, N < 16 ? N : 16), N);
+  memcpy(to, __builtin_assume_aligned(from, n < 16 ? n : 16), n);
 }
 """
 
@@ -587,108 +740,118 @@ template <int N> __device__ __forceinline__ void load(void* to, const void* from
     q_type, y_type = (tensor(name, (*lead, heads_q, D), dtype) for name in "qy")
     k_type, z_type = (tensor(name, (*lead, heads_k or heads_q, D), dtype) for name in "kz")
     cos_type, sin_type = (tensor(name, (P, half), table_dtype) for name in ("cos", "sin"))
-    id_type = tensor("id", lead, index_dtype, inner=()) if gathered else cos_type
+    id_type = tensor("id", lead, index_dtype, inner=()) if gathered else tensor("id", (P, half), table_dtype)
 
-    def at(lane, part):
-        """The first channel of a thread's vector, if its pairs turn, and if they pass: the last one perhaps twice."""
-        turned = start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
-        passed = T.min((2 * (lane - turning) + part) * wide, D - R - wide)
-        return turned, passed + T.if_then_else(passed < start, 0, R)
+    def turned(lane, part):
+        return start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
 
-    def place(i):
-        """Where element i of a thread's two vectors of pairs stands in its registers."""
-        return i // vec * room + i % vec
+    def passed(lane, part):
+        channel = T.min((2 * lane + part) * wide, D - R - wide)  # the last vector perhaps twice
+        return channel + T.if_then_else(channel < start, 0, R)
 
-    def move(way, vector, i, address, channel, count, item):
-        here = T.address_of(vector[i])
-        ends = (here, address) if way == "load" else (address, here)
-        T.evaluate(T.call_extern("handle", f"{way}<{count * item}>", *ends, channel * item))
+    def move(way, vector, i, address, channel, n):
+        ends = (T.address_of(vector[i]), address)
+        T.evaluate(T.call_extern("handle", f"{way}<{n}>", *(ends if way == "load" else ends[::-1]), channel))
+
+    def address(q, k, token, head):
+        """Of q's heads, and then of k's: a choice of address and no branch."""
+        in_q, in_k = T.address_of(q[(*token, head, 0)]), T.address_of(k[(*token, head - heads_q, 0)])
+        return T.if_then_else(head < heads_q, in_q, in_k)
 
     @T.macro
-    def move_vector(way, x, i, q, k, token, head, channel, count):
-        if not on_c and heads_k:  # q's heads, then k's: a choice of address and no branch
-            address = T.if_then_else(
-                head < heads_q, T.address_of(q[(*token, head, 0)]), T.address_of(k[(*token, head - heads_q, 0)])
-            )
-            move(way, x, i, address, channel, count, size)
-        elif not on_c:
-            move(way, x, i, T.address_of(q[(*token, head, 0)]), channel, count, size)
+    def move_head(way, vector, i, q, k, token, head, channel, count):
+        if not on_c:
+            move(way, vector, i, address(q, k, token, head), channel * size, count * size)
         elif way == "load":
             for j in T.serial(count):
                 in_q, in_k = q[(*token, head, channel + j)], k[(*token, head - heads_q, channel + j)]
-                x[i + j] = T.if_then_else(head < heads_q, in_q, in_k)
+                vector[i + j] = T.if_then_else(head < heads_q, in_q, in_k)
         else:
             for j in T.serial(count):
                 if head < heads_q:
-                    q[(*token, head, channel + j)] = x[i + j]
+                    q[(*token, head, channel + j)] = vector[i + j]
                 else:
-                    k[(*token, head - heads_q, channel + j)] = x[i + j]
-
-    @T.macro
-    def move_head(way, x, n, q, k, token, head, lane):
-        for part in T.unroll(2):
-            i, (turned, passed) = (2 * n + part) * room, at(lane, part)
-            if lanes == turning or lane < turning:
-                move_vector(way, x, i, q, k, token, head, turned, vec)
-            else:
-                move_vector(way, x, i, q, k, token, head, passed, wide)
+                    k[(*token, head - heads_q, channel + j)] = vector[i + j]
 
     @T.macro
     def load_row(row, table, index, column):
-        if on_c:
+        if not on_c:
+            move("load", row, 0, T.address_of(table[index, 0]), column * table_size, vec * table_size)
+        else:
             for j in T.serial(vec):
                 row[j] = table[index, column + j]
-        else:
-            move("load", row, 0, T.address_of(table[index, 0]), column, vec, table_size)
 
     @T.macro
-    def rotate(q, k, cos, sin, positions, y, z, token, first, lane):
-        x = T.alloc_local((per_thread * 2 * room,), dtype)
+    def turn(q, k, cos, sin, positions, y, z, token, first, lane):
+        x = T.alloc_local((2 * per_thread * vec,), dtype)
         c = T.alloc_local((vec,), table_dtype)
         s = T.alloc_local((vec,), table_dtype)
         # x first: its loads are under way while the id, then the row that it names, arrive. A thread without a head,
         # at the end of a token's last block, reads the last head along and stores nothing: no branch holds up the id.
-        for n in T.unroll(per_thread):
-            move_head("load", x, n, q, k, token, T.min(first + n * slots, heads - 1), lane)
+        for i in T.unroll(2 * per_thread):  # two vectors of each head
+            head = T.min(first + i // 2 * slots, heads - 1)
+            move_head("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
         index = positions[token] if gathered else token[-1]
         if (index >= 0) & (index < cos.shape[0]):
-            column = T.min(lane, turning - 1) * vec  # threads whose channels pass drop what they read
-            load_row(c, cos, index, column)
-            load_row(s, sin, index, column)
+            load_row(c, cos, index, lane * vec)
+            load_row(s, sin, index, lane * vec)
         else:  # outside the table: NaN, which reaches both sums below
             for j in T.unroll(vec):
                 c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
         for n in T.unroll(per_thread):
-            if lane < turning:
-                for j in T.unroll(vec):
-                    one = 2 * n * room + place(j if mode == "neox" else 2 * j)
-                    two = 2 * n * room + place(j + vec if mode == "neox" else 2 * j + 1)
-                    a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
-                    cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
-                    x[one] = T.cast(a * cj - b * sj, dtype)
-                    x[two] = T.cast(b * cj + a * sj, dtype)
-            head = first + n * slots
+            for j in T.unroll(vec):
+                one = 2 * n * vec + (j if mode == "neox" else 2 * j)
+                two = one + (vec if mode == "neox" else 1)
+                a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
+                cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
+                x[one] = T.cast(a * cj - b * sj, dtype)
+                x[two] = T.cast(b * cj + a * sj, dtype)
+        for i in T.unroll(2 * per_thread):
+            head = first + i // 2 * slots
             if head < heads:
-                move_head("store", x, n, y, z, token, head, lane)
+                move_head("store", x, i * vec, y, z, token, head, turned(lane, i % 2), vec)
+
+    @T.macro
+    def carry(q, k, y, z, token, first, lane):
+        x = T.alloc_local((2 * per_thread * wide,), dtype)
+        for i in T.unroll(2 * per_thread):
+            head = T.min(first + i // 2 * slots, heads - 1)
+            move_head("load", x, i * wide, q, k, token, head, passed(lane, i % 2), wide)
+        for i in T.unroll(2 * per_thread):
+            head = first + i // 2 * slots
+            if head < heads:
+                move_head("store", x, i * wide, y, z, token, head, passed(lane, i % 2), wide)
+
+    @T.macro
+    def work(q, k, cos, sin, positions, y, z, token, head, item):
+        if item < slots * turning:
+            first = T.alloc_var("int32", init=head + item // turning)  # variables, or TileLang takes
+            lane = T.alloc_var("int32", init=item % turning)  # the index apart again for each access
+            turn(q, k, cos, sin, positions, y, z, token, first, lane)
+        elif passing:
+            first = T.alloc_var("int32", init=head + (item - slots * turning) // passing)
+            lane = T.alloc_var("int32", init=(item - slots * turning) % passing)
+            carry(q, k, y, z, token, first, lane)
 
     @T.macro
     def launch(q, k, cos, sin, positions, y, z):
-        with T.Kernel(
-            S * blocks, lead[0] if batched else 1, threads=slots * lanes, prelude=None if on_c else prelude
-        ) as (block, b):
+        with T.Kernel(S * blocks, lead[0] if batched else 1, threads=threads, prelude=None if on_c else prelude) as (
+            block,
+            b,
+        ):
+            if not on_c:  # as few registers (32) as let a multiprocessor hold all the threads that it can
+                T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
             if overlapped:
-                T.pdl_sync()  # this block may be up while the kernel before still runs: wait for its end
+                T.pdl_sync()
                 if trigger:
-                    T.pdl_trigger()  # and the next one's may come up while this one runs
+                    T.pdl_trigger()
             t = T.alloc_var("int32", init=block // blocks)
             token, head = (b, t) if batched else (t,), block % blocks * slots * per_thread
             if on_c:
-                for item in T.serial(slots * lanes):
-                    rotate(q, k, cos, sin, positions, y, z, token, head + item // lanes, item % lanes)
-            else:  # variables, so that TileLang does not take the index apart again for each access
-                first = T.alloc_var("int32", init=head + T.get_thread_binding() // lanes)
-                lane = T.alloc_var("int32", init=T.get_thread_binding() % lanes)
-                rotate(q, k, cos, sin, positions, y, z, token, first, lane)
+                for item in T.serial(threads):
+                    work(q, k, cos, sin, positions, y, z, token, head, item)
+            else:
+                work(q, k, cos, sin, positions, y, z, token, head, T.get_thread_binding())
 
     if inplace:
 
@@ -747,7 +910,7 @@ for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, r
     _factory.mode = "lazy"  # what TileLang would find out by a first call; known, `.func` serves any target at once
     _factory.func.set_mode("lazy")
     _factory.cuda_pass_configs = _factory.pass_configs
-    if not torch.cuda.device_count():  # unlike is_available(), it leaves CUDA to a process forked after the import
+    if not torch.cuda.is_available():
         vars(_factory).update(C_BACKEND)
 _in_c = copy.copy(rope_per_token)  # for tensors on the CPU, also beside a CUDA device
 _in_c.__post_init__()  # a cache of its own
@@ -797,6 +960,7 @@ _FLOATS, _INTEGERS = (torch.float16, torch.bfloat16, torch.float32), (torch.int3
 def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
     """Refuse bad input by name; return the first rotated channel."""
     dtype, device, table_dtype = getattr(q, "dtype", None), getattr(q, "device", None), getattr(cos, "dtype", None)
+    eager = not torch.compiler.is_compiling()
     for name, x, dtypes in (
         ("q", q, _FLOATS),
         ("k", k, (dtype,)),
@@ -810,7 +974,7 @@ def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
             raise TypeError(f"{name} takes a tensor, got {x!r}")
         if type(x) is not torch.Tensor and hasattr(x, "to_local"):
             raise TypeError(f"{name} takes a tensor on one device, got {type(x).__name__}: pass {name}.to_local()")
-        if x.layout is not torch.strided or x.is_nested or x.is_neg():  # a kernel receives an address, which hides it
+        if x.layout is not torch.strided or x.is_nested or (eager and x.is_neg()):  # an address hides all of it
             raise TypeError(f"{name} takes a dense tensor, not lazily negated: try .to_dense() or .resolve_neg()")
         if x.dtype not in dtypes:
             raise TypeError(f"{name} takes {' or '.join(map(str, dtypes))}, got {x.dtype}")
@@ -848,7 +1012,7 @@ def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
         raise TypeError(f"start takes an integer, got {start!r}")
     if not 0 <= start <= D - R:
         raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
-    if not torch.compiler.is_compiling():
+    if eager:
         forward = torch.autograd.forward_ad
         if torch._C._are_functorch_transforms_active() or (
             forward._current_level >= 0
@@ -970,8 +1134,9 @@ def _kernel(
     width = (bits & -bits) // dtype.itemsize
     if table_bits % 16:
         width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
-    work = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize
-    width, geometry = _geometry(work / torch.cuda.get_device_properties(device).multi_processor_count, width)
+    threads = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize // 16
+    geometry = _geometry(threads // torch.cuda.get_device_properties(device).multi_processor_count, inplace)
+    width = min(width, geometry.pop("bytes") // dtype.itemsize)
     names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
     with torch.cuda.device(device):
         kernel = rope_per_token(
@@ -988,11 +1153,12 @@ def _kernel(
     return there
 
 
-def _geometry(work, width, size):
-    """Choose the width of an access, and how threads share the heads, by the bytes of x for each multiprocessor."""
-    if work < 10 * 2**10:
-        return min(width, 8 // size), {"threads": 128, "trigger": True}
-    return width, {"threads": 128, "trigger": False}
+def _geometry(threads, inplace):
+    """Choose by the threads that a multiprocessor gets at 16 bytes of x each; it holds 2,048 at once."""
+    few = threads <= 1024  # short of work: more and smaller threads, and room for the next kernel's to come up early
+    # in place, lines are written soon after they are read: narrower accesses, and two heads a thread once it is full
+    many = inplace and threads > 4 * 2048
+    return {"bytes": 8 if few or inplace else 16, "per_thread": 2 if many else 1, "trigger": few}
 
 
 def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):
@@ -1001,7 +1167,7 @@ def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z)
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= cos.shape[0]:
         raise IndexError(f"positions takes ids 0 … {cos.shape[0] - 1}, got {low} … {high}")
-    ids = ids.expand(q.shape[:-2]).flatten().long()
+    ids = ids.expand(q.shape[:-2]).flatten().long().contiguous()
     wide = torch.float32 if q.dtype == torch.bfloat16 else q.dtype  # C has no bfloat16: float32, then the one rounding
     if cos.dtype == torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin, ids = cos[ids].float(), sin[ids].float(), torch.arange(len(ids))  # the rows, never the whole table

@@ -1,6 +1,7 @@
 """What the notebooks share: the path to rope_kernels.py, figures with alt text, generated CUDA, recorded figures."""
 
 import importlib.util
+import inspect
 import io
 import json
 import pathlib
@@ -9,12 +10,31 @@ import re
 import sys
 import warnings
 
+from IPython import get_ipython
+from IPython.display import Image, Markdown, display
+
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # rope_kernels.py lies one folder up
 
-_missing = [name for name in ("torch", "tilelang", "matplotlib") if importlib.util.find_spec(name) is None]
-if _missing:
-    raise ImportError(f"This notebook needs {', '.join(_missing)}: run `pip install -r requirements.txt` first.")
+
+class NotReady(ImportError):
+    """What this machine lacks: a notebook shows the sentence alone, and later cells that miss a name point to it."""
+
+    def __init__(self, sentence):
+        super().__init__(sentence)
+        if shell := get_ipython():
+            shell.set_custom_exc((NameError,), self.later)
+
+    def _render_traceback_(self):
+        return [str(self)]
+
+    def later(self, shell, kind, error, frames, tb_offset=None):
+        shell._showtraceback(kind, error, [f"{error}, since an earlier cell stopped: its message says why."])
+
+
+missing = [name for name in ("torch", "tilelang", "matplotlib") if importlib.util.find_spec(name) is None]
+if missing:
+    raise NotReady(f"This notebook needs {', '.join(missing)}: run `pip install -r requirements.txt` first.")
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # tilelang asks for progress bars it never shows
 
@@ -22,14 +42,21 @@ import matplotlib.pyplot as plt  # noqa: E402
 import PIL.Image  # noqa: E402
 import tilelang  # noqa: E402
 import torch  # noqa: E402
-from IPython.display import Image, Markdown, display  # noqa: E402
-from tilelang.contrib.cc import get_cplus_compiler  # noqa: E402
+from tilelang.contrib import cc  # noqa: E402
 
-if not torch.cuda.is_available() and get_cplus_compiler() is None:
-    raise ImportError("This notebook needs a CUDA device or a C++ compiler (for instance g++) to build its kernels.")
+import rope_kernels  # noqa: E402
 
 tilelang.set_log_level("WARNING")  # compiling logs times, which no two runs share
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = {} if DEVICE == "cuda" else rope_kernels.C_BACKEND  # what `@tilelang.jit` needs to be told on this machine
+
+
+def _no_compiler():
+    raise NotReady("This cell builds a kernel, which takes a CUDA device or a C++ compiler (for instance g++).")
+
+
+if DEVICE == "cpu" and cc.get_cplus_compiler() is None:
+    cc.get_cplus_compiler = _no_compiler  # TileLang asks it before each build
 
 # Okabe and Ito's colours, told apart by readers with any colour vision
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY = (
@@ -103,6 +130,36 @@ def global_accesses(source, names=("x", "cos", "sin", "y")):
                 counts.setdefault(key, {}).setdefault(width, 0)
                 counts[key][width] += 1
     return counts
+
+
+UNWRITTEN = "Not written yet: put your lines in the place of `...`"
+
+
+class Verdict:
+    """What a check found, printed in one line: true if there is no fault, and no second line as a cell's value."""
+
+    def __init__(self, fault):
+        self.fault = fault
+        print("Right." if fault is None else f"{fault}." if fault == UNWRITTEN else f"Wrong: {fault}.")
+
+    def __bool__(self):
+        return self.fault is None
+
+    def _ipython_display_(self):
+        """Show nothing: the verdict has been printed."""
+
+
+def threads_at_work(source):
+    """Return how many threads of a block work, and how many there are, from a kernel's generated CUDA."""
+    started = int(re.search(r"__launch_bounds__\((\d+)", source)[1])
+    guard = re.search(r"threadIdx\.x\) < (\d+)", source)
+    return int(guard[1]) if guard else started, started
+
+
+def body(factory):
+    """Return the text of a kernel from `with T.Kernel` on."""
+    text = inspect.getsource(factory.func.orig_func)
+    return text[text.index("        with T.Kernel") : text.index("    return rope")].rstrip()
 
 
 class Recorded:

@@ -13,6 +13,7 @@ import inspect
 import traceback
 
 import chapter  # adds the folder of rope_kernels.py to the path
+import kernel_checks
 import torch
 
 import rope_kernels as rk
@@ -100,17 +101,29 @@ def run(candidate, x, cos, sin, positions=POSITIONS):
     return y, passed, given
 
 
+class Fault(Exception):
+    """A sentence that says why a candidate is rejected."""
+
+
+def run_and_look(candidate, x, cos, sin, positions=POSITIONS):
+    """Run the candidate, and raise a Fault unless what it returned is like x."""
+    y, passed, given = run(candidate, x, cos, sin, positions)
+    if not isinstance(y, torch.Tensor):
+        raise Fault(f"it returned {type(y).__name__}, not a tensor")
+    for what in ("shape", "dtype", "device", "layout"):
+        got, wanted = getattr(y, what), getattr(given["x"], what)
+        if got != wanted:
+            raise Fault(f"it returned {what} {got}, x has {wanted}".replace("torch.Size([", "(").replace("])", ")"))
+    return y, passed, given
+
+
 def output(candidate, x, cos, sin, positions=POSITIONS):
     """Run the candidate and return y on the CPU in float64, as (tokens, heads, R)."""
-    y, _, _ = run(candidate, x, cos, sin, positions)
+    y = run(candidate, x, cos, sin, positions)[0]
     return y.detach().cpu().double().reshape(x.shape)
 
 
 # ------------------------------------------------------------------------------------------------------- the check
-
-
-class Fault(Exception):
-    """A sentence that says why a candidate is rejected."""
 
 
 def pairing_shown(candidate, R, dtype):
@@ -121,13 +134,23 @@ def pairing_shown(candidate, R, dtype):
     hot = torch.arange(TOKENS * HEADS) % R  # the channel that holds the 1, row by row
     x = torch.nn.functional.one_hot(hot, R).view(TOKENS, HEADS, R).to(dtype)
     _, cos, sin = data(R, dtype)
-    size, place = output(candidate, x, cos, sin).abs().view(-1, R).scatter(1, hot[:, None], 0.0).max(dim=1)
+    touched = (output(candidate, x, cos, sin) != 0).view(-1, R).scatter(1, hot[:, None], False)
     partner = {"neox": (hot + R // 2) % R, "interleaved": hot ^ 1}
-    rows = {name: int(((place == channel) & (size > 1e-5)).sum()) for name, channel in partner.items()}
+    only = {name: torch.nn.functional.one_hot(channel, R).bool() for name, channel in partner.items()}
+    rows = {name: int((touched == channels).all(1).sum()) for name, channels in only.items()}
     for name, count in rows.items():
         if count == len(hot):
             return name
     return f"neither: neox in {rows['neox']} of {len(hot)} rows, interleaved in {rows['interleaved']}"
+
+
+def named(y, x, cos, sin, convention):
+    """Say which known mistake gives this y, or return None; it decides nothing, the verdict has fallen."""
+    R = x.shape[-1]
+    rows = [p for p in POSITIONS for _ in range(HEADS)]
+    case = kernel_checks.Case(sizes={}, lead=(TOKENS, HEADS), D=R, R=R, rows=rows, mode=convention, ids=POSITIONS)
+    flat = (tensor.double().view(-1, tensor.shape[-1]) for tensor in (y, x, cos, sin))
+    return kernel_checks.named(case, *flat, near=lambda a, b: (a - b).abs() <= 2e-2)
 
 
 def compare(candidate, convention, R, dtype):
@@ -136,10 +159,11 @@ def compare(candidate, convention, R, dtype):
     |y − right| ≤ 1e-5 + eps/2·|right|        eps/2: the largest relative error of one rounding to the dtype
     """
     x, cos, sin = data(R, dtype)
-    y, passed, given = run(candidate, x, cos, sin)
+    y, passed, given = run_and_look(candidate, x, cos, sin)
     rows = list(POSITIONS)
     right = right_value(x, cos[rows].unsqueeze(1), sin[rows].unsqueeze(1), convention)
-    error = (y.detach().cpu().double().view(x.shape) - right).abs()
+    y = y.detach().cpu().double().view(x.shape)
+    error = (y - right).abs()
     excess = error - (1e-5 + torch.finfo(dtype).eps / 2 * right.abs())
     worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))  # NaN counts as the largest
     largest, off = error.max().item(), error[worst].item()
@@ -148,8 +172,9 @@ def compare(candidate, convention, R, dtype):
     if off != off:
         return largest, f"{name}: NaN {place}, as in memory that was never written"
     if excess[worst] > 0:
-        advice = ", further than one rounding: work in float32, round at the end" if largest < 1e-2 else ""
-        return largest, f"{name}: off by {off:.2g} {place}{advice}"
+        mistake = named(y, x, cos, sin, convention) if largest > 0.05 else None
+        advice = ", further than one rounding: work in float32, round last" if largest < 1e-2 else ""
+        return largest, f"{name}: " + (f"{mistake}; " if mistake else "") + f"off by {off:.2g} {place}{advice}"
     for name, before in given.items():
         if passed[name].dtype != before.dtype or not torch.equal(passed[name], before):
             return largest, f"the values are right, but it wrote into {name}"
@@ -165,13 +190,7 @@ def examine(candidate, convention, rope_dim=ROPE_DIM, dtypes=(torch.float32, tor
             raise Fault("check takes 'neox' or 'interleaved', an even rope_dim of 8 to 190, and one or more dtypes")
         for dtype in dtypes:
             # not what compare() will ask: a result or a table kept from this call is out of date in that one
-            y, _, given = run(candidate, *data(rope_dim, dtype, seed=1), POSITIONS[::-1])
-            if not isinstance(y, torch.Tensor):
-                raise Fault(f"it returned {type(y).__name__}, not a tensor")
-            for what in ("shape", "dtype", "device", "layout"):
-                got, wanted = getattr(y, what), getattr(given["x"], what)
-                if got != wanted:
-                    raise Fault(f"it returned {what} {got}, x has {wanted}".replace("torch.Size", ""))
+            y = run_and_look(candidate, *data(rope_dim, dtype, seed=1), POSITIONS[::-1])[0]
         lines.append(f"shape          {tuple(y.shape)}, as x")
         shown = pairing_shown(candidate, rope_dim, dtypes[0])
         lines.append(f"pairing        {shown}")
@@ -189,7 +208,7 @@ def examine(candidate, convention, rope_dim=ROPE_DIM, dtypes=(torch.float32, tor
 
 
 def check(candidate, convention, *, rope_dim=ROPE_DIM, dtypes=(torch.float32, torch.float16)):
-    """Print what the candidate's output shows, and whether it is the rotation of that convention; return the verdict.
+    """Print what the candidate's output shows, and whether it is the rotation of that convention: a Verdict.
 
     Every element is compared with right_value(), at 24 positions from 1 on, in 8 heads and in each dtype; the
     arguments must come back unchanged. It never raises: whatever the candidate does is reported in a sentence.
@@ -197,8 +216,7 @@ def check(candidate, convention, *, rope_dim=ROPE_DIM, dtypes=(torch.float32, to
     lines, fault = examine(candidate, convention, rope_dim, dtypes)
     for line in lines:
         print(line)
-    print("verdict        " + (f"rejected: {fault}" if fault else f"accepted as {convention}"))
-    return not fault
+    return chapter.Verdict(fault)
 
 
 # ---------------------------------------------------------------------------------------------- the weaker checks
@@ -231,12 +249,13 @@ def keeps_norm(candidate, convention):
 
 
 def depends_on_distance(candidate, convention, shift=100):
-    """Ask for ⟨f(q, m), f(k, n)⟩ = ⟨f(q, m + shift), f(k, n + shift)⟩, for m = 1 … 24 and n = 24 … 1."""
+    """Ask for ⟨f(q, m), f(k, n)⟩ = ⟨f(q, m + shift), f(k, n + shift)⟩ at m = 1 … 24, n = 24 … 1."""
     (q, cos, sin), (k, _, _) = data(), data(seed=1)
 
     def scores(first):
         m = list(range(first, first + TOKENS))
-        return (output(candidate, q, cos, sin, m) * output(candidate, k, cos, sin, m[::-1])).sum(-1)
+        turned = output(candidate, q, cos, sin, m), output(candidate, k, cos, sin, m[::-1])
+        return (turned[0] * turned[1]).sum(-1)
 
     return close(scores(1), scores(1 + shift))
 
@@ -313,7 +332,7 @@ def frequencies_in_reverse(x, cos, sin):
 
 @wrong("[c, c] table, adjacent pairs", claims="interleaved")
 def full_width_table(x, cos, sin):
-    c, s = torch.cat((cos, cos), -1).float(), torch.cat((sin, sin), -1).float()  # right for half-split pairs only
+    c, s = (torch.cat((table, table), -1).float() for table in (cos, sin))  # right for half-split pairs
     partner = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
     return (x * c + partner * s).to(x.dtype)
 

@@ -1,5 +1,6 @@
 """Reading the notebooks: their cells, their prose, and the worked answers of their exercises."""
 
+import linecache
 import re
 
 import nbformat
@@ -29,6 +30,8 @@ def worked_answers(path):
 def execute(path, code):
     """Execute code after the notebook's imports, and return what it defines."""
     names = {"display": lambda *shown, **options: None}
-    exec(cells(path, "code")[0].source, names)
-    exec(code, names)
+    for text in (cells(path, "code")[0].source, code):
+        name = f"<cell {hash(text)}>"  # TileLang reads a kernel's text where Python keeps it
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), names)
     return names

@@ -3,15 +3,19 @@
 import math
 import re
 
+import chapter
 import exercises as ex
+import find_the_fault as finder
 import pytest
 import self_checks as sc
 import torch
 from books import NOTEBOOKS, prose
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import rope_kernels as rk
 
 CHECKS = {name: check for name, check in vars(ex).items() if name.startswith("check_")}
+KERNELS = ("03_4", "03_5", "04_5", "04_6", "05_4", "05_5", "09_4")  # held in test_kernel_checks.py
 
 
 def move(order):
@@ -83,6 +87,22 @@ def through(x_dtype, table_dtype, result=torch.float16):
     ).to(result)
 
 
+def by_kernel(x, cos, sin, factory=rk.rope_neox_naive):
+    """Rotate in float32, from kernel ①, which the worked answer doesn't use."""
+    return factory(*x.shape, dtype="float32")(*(t.float().to(chapter.DEVICE) for t in (x, cos, sin))).half()
+
+
+def misrounded_at_times(x, cos, sin):
+    y = by_kernel(x, cos, sin)
+    y.view(-1)[::100] = torch.nextafter(y.view(-1)[::100], torch.tensor(9, dtype=y.dtype, device=y.device))
+    return y
+
+
+def by_op(x, cos, sin):
+    x, cos, sin = (t.to(chapter.DEVICE) for t in (x[:, None], cos.float(), sin.float()))
+    return rk.apply_rope(x, None, cos, sin)[0][:, 0]
+
+
 def width(head_dim, share, *, rounds=round, even=True, least=2, whole=True):
     R = rounds(head_dim * share)
     if (even and R % 2) or not least <= R <= head_dim or (whole and abs(head_dim * share - R) > 1e-6):
@@ -142,6 +162,23 @@ def a_copy(cache, new, positions, cos, sin):
     rk.apply_rope(cache[new, 0].clone(), None, cos, sin, positions, inplace=True)
 
 
+def nudged(cache, new, positions, cos, sin):
+    cached()(cache, new, positions, cos, sin)
+    cache[new, 0] += 1e-3
+
+
+def neighbours_swapped(rows):
+    return [row ^ 1 if row < rows else row for row in range(32)]
+
+
+def base_from(formula):
+    return lambda kernel: formula(finder.read(kernel)["inv_freq"])
+
+
+def pairs_dealt(k):
+    return torch.stack(k.chunk(2, -1), -1).flatten(-2)
+
+
 WRONG = {
     "01_1": {
         "neox itself": rk.torch_rope_neox,
@@ -157,6 +194,7 @@ WRONG = {
         "heads ignored": lambda W, b, heads: move(halves_dealt)(W, b, 1),
         "two heads": lambda W, b, heads: move(halves_dealt)(W, b, 2),
         "columns": lambda W, b, heads: (W[:, halves_dealt(W.shape[1])], b),
+        "bias as a row": lambda W, b, heads: (lambda W, b: (W, b[None]))(*move(halves_dealt)(W, b, heads)),
     },
     "01_3": {
         "always interleaved": which_from(1, lambda R: dict.fromkeys(three_kinds(R), "interleaved")),
@@ -185,6 +223,7 @@ WRONG = {
         "a thread a channel": lambda R, threads=256: min(R, threads),
         "R/2": lambda R, threads=256: R // 2,
         "of 256": lambda R, threads=256: min(R // 2, 256),
+        "computed": lambda R, threads=256: min(R // 2, threads),
     },
     "03_2": {
         "a row for each head": lambda S, R, e, heads=1: 3 * S * R * e,
@@ -198,6 +237,10 @@ WRONG = {
         "positions ignored": gathers(each, lambda positions: torch.arange(len(positions), device=positions.device)),
         "off by one": gathers(each, lambda positions: (positions + 1) % 9),
         "interleaved": lambda q, cos, sin, ids: rk.torch_rope_interleaved(q, cos[ids][:, None], sin[ids][:, None]),
+        "5 heads": gathers(lambda table, heads: each(table, 5).repeat(2, 1)[: len(table) * heads], lambda ids: ids),
+        "times NaN": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0] * float("nan"),
+        "one more axis": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0][None],
+        "float32 back": lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0].float(),
     },
     "04_1": {
         "16": lambda S, R, e: 16,
@@ -217,6 +260,14 @@ WRONG = {
         "the copy's time": lambda blocks, block_us, copy_us: max(blocks * block_us, copy_us),
         "the sum": lambda blocks, block_us, copy_us: blocks * block_us + 1.5 * copy_us,
         "twice the block": lambda blocks, block_us, copy_us: max(2 * blocks * block_us, 1.5 * copy_us),
+    },
+    "04_4": {
+        "blocks alone": lambda gb_s, ns: 16.0,
+        "the H200's": lambda gb_s, ns: 524288 * ns / max(32768 * ns, 402653184 / 4026),
+        "no limit for ①": lambda gb_s, ns: 524288 * ns / max(32768 * ns, 402653184 / gb_s),
+        "no blocks for ②": lambda gb_s, ns: max(524288 * ns, 402653184 / gb_s) / (402653184 / gb_s),
+        "the copy's bytes": lambda gb_s, ns: max(524288 * ns, 268435456 / gb_s) / max(32768 * ns, 268435456 / gb_s),
+        "NaN": lambda gb_s, ns: float("nan"),
     },
     "05_1": {"equal": (256, 256), "a warp": (32, 64), "exchanged": (512, 256), "float16": (128, 256)},
     "05_2": {
@@ -246,6 +297,11 @@ WRONG = {
         "not rounded": through(torch.float32, torch.float32, torch.float32),
         "bf16 on the way": through(torch.bfloat16, torch.bfloat16),
         "interleaved": lambda x, c, s: rk.torch_rope_interleaved(x.float(), c.float(), s.float()).half(),
+        "without a kernel": through(torch.float32, torch.float32),
+        "one in a hundred misrounded": misrounded_at_times,
+        "rounded, then wider": lambda x, c, s: by_kernel(x, c, s).float(),
+        "times NaN": lambda x, c, s: by_kernel(x, c, s) * float("nan"),
+        "one more axis": lambda x, c, s: by_kernel(x, c, s)[None],
     },
     "07_1": {
         "int": lambda head_dim, share: width(head_dim, share, rounds=int, even=False, whole=False),
@@ -280,6 +336,10 @@ WRONG = {
         "undone only": lambda keys, at, short, long: turn(keys, -at[:, None] * short),
         "the other way": lambda keys, at, short, long: turn(keys, at[:, None] * (short - long)),
         "in float32": lambda keys, at, short, long: turn(keys, (at[:, None] * (long - short)).float()),
+        "interleaved": lambda keys, at, short, long: rk.torch_rope_interleaved(
+            keys, (at[:, None] * (long - short)).cos(), (at[:, None] * (long - short)).sin()
+        ),
+        "times NaN": lambda keys, at, short, long: turn(keys, at[:, None] * (long - short)) * float("nan"),
     },
     "08_3": {
         "in sections": lambda s: torch.tensor([0] * s[0] + [1] * s[1] + [2] * s[2]),
@@ -293,6 +353,7 @@ WRONG = {
         "right ones": elements(lambda y, exact: y == exact.bfloat16()),
         "off by much": elements(lambda y, exact: (y - exact).abs() > 0.01),
         "numbers": elements(lambda y, exact: y - exact.bfloat16()),
+        "integers": elements(lambda y, exact: (y != exact.bfloat16()).int()),
         "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
         "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
     },
@@ -305,6 +366,38 @@ WRONG = {
         "one row": cached(rows=slice(0, 1)),
         "all keys": all_of_the_cache,
         "off by one": cached(ids=lambda positions: positions + 1),
+        "nudged": nudged,
+    },
+    "10_1": {
+        "nothing": [*range(32)],
+        "evens then odds": [*range(0, 16, 2), *range(1, 16, 2), *range(16, 32)],
+        "rotated rows in reverse": [*range(15, -1, -1), *range(16, 32)],
+        "ends exchanged": [*range(16, 32), *range(16)],
+        "all but the slowest pair": neighbours_swapped(14),
+        "neox partners": [*range(8, 16), *range(8), *range(16, 32)],
+        "a row twice": [1, 1, *neighbours_swapped(16)[2:]],
+        "too short": neighbours_swapped(16)[:16],
+        "more rows than a head has": [*neighbours_swapped(16), 32, 33],
+    },
+    "10_2": {
+        "always 10000": lambda kernel: 10000.0,
+        "pair 0": base_from(lambda inv_freq: inv_freq[0] ** -len(inv_freq)),
+        "R in place of R/2": base_from(lambda inv_freq: inv_freq[1] ** (-2 * len(inv_freq))),
+        "without the sign": base_from(lambda inv_freq: inv_freq[1] ** len(inv_freq)),
+        "R = 16 for all": base_from(lambda inv_freq: inv_freq[1] ** -8),
+        "the last pair": base_from(lambda inv_freq: 1 / inv_freq[-1]),
+        "NaN": lambda kernel: math.nan,
+    },
+    "10_3": {
+        "nothing": lambda k: k,
+        "the other way": lambda k: torch.cat((k[..., 0::2], k[..., 1::2]), -1),
+        "in reverse": lambda k: k.flip(-1),
+        "halves exchanged": lambda k: k.roll(k.shape[-1] // 2, -1),
+        "R = 8 only": lambda k: torch.cat((pairs_dealt(k[..., :8]), k[..., 8:]), -1),
+        "odds first": lambda k: torch.stack(k.chunk(2, -1)[::-1], -1).flatten(-2),
+        "not flattened": lambda k: torch.stack(k.chunk(2, -1), -1),
+        "another axis": lambda k: pairs_dealt(k).transpose(0, 1),
+        "NaN": lambda k: k * math.nan,
     },
 }  # fmt: skip
 PLANTED = [
@@ -314,20 +407,20 @@ PLANTED = [
 
 def test_every_exercise_names_its_check_and_has_planted_wrong_answers():
     named = {}
-    for path in NOTEBOOKS[:-1]:  # the last has checks of its own
+    for path in NOTEBOOKS:
         text = prose(path)
         named[path.stem[:2]] = re.findall(r"`ex\.check_(\w+)\(", text)
         exercises = len(re.findall(r"<summary>[^<]*nswer", text))
         first = 2 if path.stem.startswith("02") else 1  # the first exercise of notebook 02 is checked by check()
         assert named[path.stem[:2]] == [f"{path.stem[:2]}_{n}" for n in range(first, exercises + 1)]
     assert [f"check_{name}" for names in named.values() for name in names] == list(CHECKS)
-    assert list(WRONG) == [name.removeprefix("check_") for name in CHECKS]
+    assert [*WRONG, *KERNELS] == sorted([name.removeprefix("check_") for name in CHECKS], key=lambda n: n in KERNELS)
     assert min(len(wrong) for wrong in WRONG.values()) >= 3
 
 
 @pytest.mark.parametrize(("name", "answer"), PLANTED)
 def test_planted_wrong_answers_are_rejected(name, answer, capsys):
-    assert CHECKS[f"check_{name}"](answer) is False
+    assert not CHECKS[f"check_{name}"](answer)
     said = capsys.readouterr().out
     assert said.startswith("Wrong: ") and said.count("\n") == 1
     if callable(answer):
@@ -343,7 +436,7 @@ def test_a_check_never_raises(name, capsys):
         return None
 
     for answer in (None, raises, gives_nothing, "words"):
-        assert CHECKS[name](answer) is False
+        assert not CHECKS[name](answer)
         assert capsys.readouterr().out.startswith("Wrong: ")
 
 
@@ -353,14 +446,92 @@ def test_a_check_never_raises(name, capsys):
         ("01_1", by_neox(evens_first, halves_dealt)),
         ("01_3", which_from(1, three_kinds)),
         ("02_2", lambda x, cos, sin: rk.torch_rope_neox(x, cos.roll(3, -1), sin.roll(3, -1))),
-        ("03_1", lambda R, threads=256: min(R // 2, threads)),
+        ("03_1", lambda R, threads=256: int(chapter.cuda_source(rk.rope_neox_naive, 8, R, threads=threads).partition(
+            "threadIdx.x) < ")[2].partition(")")[0] or threads)),
         ("03_3", lambda q, cos, sin, ids: rk.apply_rope(q, None, cos, sin, ids)[0]),
         ("05_3", lambda y, c, s, partner, mask, col: y * c[..., col] + y[..., partner] * (-mask * s[..., col])),
-        ("06_3", through(torch.float32, torch.float32)),
+        ("06_3", by_kernel),
+        ("06_3", by_op),
+        ("08_2", lambda keys, at, short, long: turn(turn(keys, -at[:, None] * short), at[:, None] * long)),
         ("08_3", lambda s: [0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
         ("09_3", cached()),
+        ("10_1", torch.tensor(neighbours_swapped(16))),
+        ("10_1", [*neighbours_swapped(16)[:16], *range(31, 15, -1)]),  # the rest may lie anyhow, q and k alike
+        ("10_2", base_from(lambda inv_freq: inv_freq[2] ** (-len(inv_freq) / 2))),
+        ("10_3", lambda k: k[..., torch.arange(k.shape[-1]).view(2, -1).T.flatten()]),
     ],
 )  # fmt: skip
 def test_other_right_answers_are_accepted(name, answer, capsys):
-    assert CHECKS[f"check_{name}"](answer) is True
+    assert CHECKS[f"check_{name}"](answer)
     assert capsys.readouterr().out == "Right.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("06_3", "fp16 tables", "misrounded, those of tables rounded to fp16"),
+        ("06_3", "without a kernel", "no kernel ran"),
+        ("06_3", "one in a hundred misrounded", "% of the elements are misrounded"),
+        ("06_3", "rounded, then wider", "the result's dtype is not torch.float32"),
+        ("08_2", "nothing", "the keys come back as they were"),
+        ("08_2", "not undone", "the short rotation is not undone"),
+        ("08_2", "undone only", "the long one is missing"),
+        ("08_2", "the other way", "it turns the other way"),
+        ("08_2", "in float32", "the angles belong in float64"),
+        ("08_2", "interleaved", "its pairs are interleaved"),
+        ("08_2", "times NaN", "got nan"),
+    ],
+)
+def test_a_known_mistake_is_named(name, answer, said):
+    assert said in CHECKS[f"check_{name}"].fault(WRONG[name][answer])
+
+
+def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
+    right = torch.tensor([[1.0, 2.0], [3.0, float("inf")]])
+    assert ex.difference(right.clone(), right) is None
+    assert ex.difference(right + 1e-6, right, 1e-5) is None
+    assert ex.difference(right[None], right) == "it returned the shape (1, 2, 2), right is (2, 2)"
+    assert ex.difference(None, right) == "it returned NoneType in place of a tensor"
+    nan = ex.difference(right * float("nan"), right, 1e9)
+    assert nan == "4 of 4 elements are wrong, first [0, 0]: got nan, right is 1"
+    close = ex.difference(torch.tensor([1.0, 2.00001]), torch.tensor([1.0, 2.0]), 1e-6)
+    assert close == "1 of 2 elements are wrong, first [1]: got 2.00001, right is 2"
+
+
+def test_a_check_tells_a_test_its_fault(capsys):
+    assert ex.check_06_2.fault(8192) is None and "no power of two" in ex.check_06_2.fault(8388)
+    assert capsys.readouterr().out == ""  # only check(…) itself prints; nbval holds that a cell shows one line
+
+
+SAID = {
+    ("01_1", "neox itself"): "this is neox",
+    ("01_1", "not undone"): "isn't undone",
+    ("01_1", "the other permutation"): "changed places",
+    ("01_1", "undone by itself"): "applied once more",
+    ("01_2", "nothing"): "the weight is as it was",
+    ("01_2", "the other direction"): "the direction is the other one",
+    ("01_2", "bias forgotten"): "the bias is as it was",
+    ("01_2", "heads ignored"): "permuted as one",
+    ("01_2", "bias as a row"): "the bias has the shape (1, 96), right is (96,)",
+    ("01_3", "channel 0"): "which channel 0 can't tell apart",
+    ("10_1", "nothing"): "no row that is rotated has moved",
+    ("10_1", "evens then odds"): "changes the pairs",
+    ("10_1", "all but the slowest pair"): "pair 7 still turns wrongly",
+    ("10_1", "neox partners"): "partners of neox pairs",
+    ("10_2", "pair 0"): "whatever the base is",
+    ("10_2", "R in place of R/2"): "the exponent is R/2",
+    ("10_2", "without the sign"): "the exponent is negative",
+    ("10_3", "nothing"): "nothing has moved",
+    ("10_3", "the other way"): "this is the other direction",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "what"), SAID, ids=lambda part: part)
+def test_a_mistake_of_01_or_10_is_named(name, what):
+    assert SAID[name, what] in CHECKS[f"check_{name}"].fault(WRONG[name][what])
+
+
+def test_10_3_begins_with_the_order_of_deepseek_in_transformers():
+    k, (cos, sin) = ex.draw(1, 1, 5, 8), ex.tables(range(1, 6), 8)
+    _, theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(k, k, *(t.repeat(1, 2)[None] for t in (cos, sin)))
+    assert torch.equal(theirs, rk.torch_rope_interleaved(k, cos, sin)[..., ex.evens_first(8)])

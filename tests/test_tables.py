@@ -290,16 +290,20 @@ def test_key_of_another_type_is_ignored_and_unknown_key_warns():
     plain = rope_frequencies(128, 1e6)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mrope = {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24], "partial_rotary_factor": 0.5}
-        assert torch.equal(rope_frequencies(128, 1e6, mrope)[0], plain)
+        mrope = {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24], "mrope_interleaved": True}
+        assert torch.equal(rope_frequencies(128, 1e6, mrope)[0], plain)  # they choose position ids: no warning
         assert torch.equal(rope_frequencies(128, 1e6, {"type": "linear", "factor": 1.0, "beta_fast": -3})[0], plain)
         assert rope_frequencies(128, 1e6, {"type": "linear", "factor": 2.0, "attention_factor": 7.0})[1] == 1.0
-    with pytest.warns(UserWarning, match=r"unknown.*\['alpha', 'beta_quick'\]") as caught:
-        inv_freq, _ = rope_frequencies(128, 1e6, {"rope_type": "default", "beta_quick": 3, "alpha": 1000.0})
-    assert torch.equal(inv_freq, plain) and caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"unknown.*\['base', 'max_position'\]"):
-        inv_freq, _ = rope_frequencies(128, 1e6, {"rope_type": "default", "base": 5.0, "max_position": 7})
-    assert torch.equal(inv_freq, plain)
+    for key, message in (
+        ("beta_quick", "beta_quick is not applied here: it is unknown"),
+        ("max_position", "max_position is not applied here: it is unknown"),
+        ("partial_rotary_factor", "partial_rotary_factor is not applied here: it belongs to rope_dim"),
+        ("llama_4_scaling_beta", "llama_4_scaling_beta is not applied here: it belongs to q"),
+        ("attn_factor", "attn_factor is not applied here: it belongs to engines"),
+    ):
+        with pytest.warns(UserWarning, match=message) as caught:
+            inv_freq, factor = rope_frequencies(128, 1e6, {"rope_type": "default", key: 0.5})
+        assert torch.equal(inv_freq, plain) and factor == 1.0 and len(caught) == 1 and caught[0].filename == __file__
 
 
 def call(R=64, base=10000.0, seq_len=None, max_position=None, **scaling):
@@ -331,10 +335,10 @@ REFUSED = [
     (changed(GPT_OSS, rope_theta=0.5), ValueError, "rope_theta takes a finite number above 1"),
     (lambda: rope_frequencies(64, 1e4, "yarn"), TypeError, "scaling takes a dictionary or None, got 'yarn'"),
     (lambda: rope_frequencies(64, 1e4, [("factor", 2)]), TypeError, "scaling takes a dictionary or None"),
-    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes default, linear, .*proportional, got 'ntk'"),
-    (call(type="mrope"), ValueError, "rope_type takes .*got 'mrope'"),
+    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes mrope, .*default, linear, .*proportional, got 'ntk'"),
+    (call(type="xdrope"), ValueError, "rope_type takes .*got 'xdrope'"),
     (call(type=["yarn"]), ValueError, "rope_type takes .*got "),
-    (call(type="linear", rope_type="yarn", factor=2.0), ValueError, "agree, got rope_type='yarn' and type='linear'"),
+    (call(type="linear", rope_type="yarn", factor=2.0), ValueError, "agree, got yarn and linear"),
     (call(factor=2.0), ValueError, "rope_type is missing"),
     (call(long_factor=LONG, short_factor=SHORT), ValueError, "rope_type is missing"),
     (call(rope_type="linear"), ValueError, "factor is missing: it takes a number above 0"),
@@ -435,8 +439,7 @@ def test_table_shapes_devices_dtypes():
     assert rope_table(inv_freq, ids.to("meta"))[0].device.type == "meta"
     assert rope_table(inv_freq.to("meta"), 3)[0].device.type == "meta"
     assert rope_table(inv_freq.to("meta"), ids.to("meta"))[0].shape == (2, 3, 4)
-    assert not rope_table(inv_freq.requires_grad_(), 3)[0].requires_grad
-    model_buffer = inv_freq.detach().float()
+    model_buffer = inv_freq.float()
     assert torch.equal(rope_table(model_buffer, 9)[0], rope_table(model_buffer.double(), 9)[0])
 
 
@@ -458,6 +461,7 @@ TABLE_REFUSED = [
     (dict(inv_freq=torch.ones(4, dtype=torch.bfloat16)), TypeError, "inv_freq takes a float64 or float32 tensor, got"),
     (dict(inv_freq=torch.ones(4, dtype=torch.int64)), TypeError, "inv_freq takes a float64 or float32 tensor, got"),
     (dict(inv_freq=[1.0, 0.1]), TypeError, r"inv_freq takes a float64 or float32 tensor, got \[1.0"),
+    (dict(inv_freq=torch.nn.Parameter(torch.ones(4))), ValueError, r"inv_freq gets no gradient: pass inv_freq.detach"),
     (dict(inv_freq=torch.ones(2, 4)), ValueError, r"inv_freq takes one entry a pair, \(R/2,\), got \(2, 4\)"),
 ]
 

@@ -1,14 +1,30 @@
-"""Public implementations of RoPE that measure.py times beside kernel ④, each behind the same signature.
+"""Public implementations of RoPE that measure.py times beside kernel ④.
 
-A peer is made for one case and returns a function of the case's tensors. q is (tokens, heads, D) as a model's
-projection leaves it, k likewise; each library is handed the view and the table layout that its own documentation asks
-for, made before the clock starts. What is not installed is not measured: its maker raises ImportError. flash-attn,
-FlashInfer and vLLM are called as their documentation says; the machine of the recorded run did not have them.
+A peer is made for one case, before the clock starts, and returns a function of q (tokens, heads, D) as a model's
+projection leaves it, of k likewise, and of position ids. Those in FORWARD and BACKWARD are handed the rows of cos and
+sin, in the view and the layout that each library's documentation asks for, and ignore the ids. Those in GATHERED get
+the ids and a float32 cache (P, D) of which a row is cos beside sin, write into q and k, and return None. What is not
+there is not measured: its maker raises ImportError.
+
+GATHERED has two kernels without the host side of their packages, from sources in released wheels. For an H200 they are
+built by `nvcc -O3 -shared -Xcompiler -fPIC -gencode arch=compute_90a,code=sm_90a`, with TVM FFI's headers on the path
+(`include` beside tvm_ffi's `__init__.py`; it comes with TileLang), to these files:
+
+rope_fi.so: from flashinfer-python 0.7.4, csrc/rope.cu and csrc/flashinfer_rope_binding.cu of its flashinfer/data, whose
+    include, csrc, cutlass/include, spdlog/include, cccl/libcudacxx/include, cccl/cub and cccl/thrust are on the path;
+    -std=c++17 -use_fast_math -DFLASHINFER_ENABLE_F16 and likewise _BF16, _FP8_E4M3, _FP8_E5M2
+sglang_neox.so, sglang_interleaved.so: from sglang 0.5.23, a file that includes sgl_kernel/tensor.h, tvm/ffi/function.h
+    and sglang/kernels/jit/csrc/elementwise/rope.cuh and says TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_rope,
+    (sglang::FusedRopeKernel<NEOX, 128, true, sglang::bf16_t, sglang::bf16_t>::run)); NEOX is true or false, the other
+    true starts early; on the path sglang/kernels/jit/include and the wheel's root;
+    -std=c++20 --expt-relaxed-constexpr -DSGL_CUDA_ARCH=900
 """
 
 import functools
 
 import torch
+
+RELEASES = {"flashinfer-python": "0.7.4", "sglang": "0.5.23"}  # those of GATHERED
 
 
 def _batch_first(x):
@@ -27,11 +43,11 @@ def transformers(pairing, cos, sin, dtype):
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         full_cos, full_sin = (_full(table, pairing).to(dtype)[None] for table in (cos, sin))
-        return lambda q, k: apply_rotary_pos_emb(_batch_first(q), _batch_first(k), full_cos, full_sin)
+        return lambda q, k, _: apply_rotary_pos_emb(_batch_first(q), _batch_first(k), full_cos, full_sin)
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
 
     half_cos, half_sin = (table.to(dtype)[None] for table in (cos, sin))
-    return lambda q, k: tuple(apply_rotary_pos_emb(x[None], half_sin, half_cos) for x in (q, k))
+    return lambda q, k, _: tuple(apply_rotary_pos_emb(x[None], half_sin, half_cos) for x in (q, k))
 
 
 def compiled(pairing, cos, sin, dtype):
@@ -47,7 +63,7 @@ def liger(pairing, cos, sin, dtype, function="rope_forward"):
     if pairing != "neox":
         raise ImportError("Liger-Kernel has half-split pairs only")
     full_cos, full_sin = (_full(table, pairing).to(dtype)[None] for table in (cos, sin))
-    return lambda q, k: getattr(rope, function)(_batch_first(q), _batch_first(k), full_cos, full_sin)[:2]
+    return lambda q, k, _: getattr(rope, function)(_batch_first(q), _batch_first(k), full_cos, full_sin)[:2]
 
 
 def tileops(pairing, cos, sin, dtype):
@@ -55,41 +71,28 @@ def tileops(pairing, cos, sin, dtype):
     from tileops.rope import RoPEFwdOp
 
     op = RoPEFwdOp(pairing, "2d")
-    return lambda q, k: [op.forward(x if x.dim() == 4 else x[None]) for x in (q, k) if x is not None]
+    return lambda q, k, _: [op.forward(x if x.dim() == 4 else x[None]) for x in (q, k) if x is not None]
 
 
-def flash_attn(pairing, cos, sin, dtype):
-    """flash-attn's Triton kernel, out of place; one call a tensor."""
-    from flash_attn.layers.rotary import apply_rotary_emb
+def _built(folder, name):
+    """Load a library from the folder that measure.py was given, or None."""
+    import tvm_ffi
 
-    rotate = functools.partial(apply_rotary_emb, interleaved=pairing == "interleaved")
-    return lambda q, k: tuple(rotate(x[None], cos.to(dtype), sin.to(dtype)) for x in (q, k))
-
-
-def flashinfer(pairing, cos, sin, dtype):
-    """FlashInfer's kernel with a float32 cache, in place."""
-    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
-
-    cache, ids = torch.cat((cos, sin), -1), torch.arange(len(cos), device=cos.device)
-
-    def rotate(q, k):
-        apply_rope_with_cos_sin_cache_inplace(ids, q.flatten(1), k.flatten(1), q.shape[-1], cache, pairing == "neox")
-        return q, k
-
-    return rotate
+    if folder is None or not (folder / name).is_file():
+        raise ModuleNotFoundError(f"--peers names no folder with {name}")
+    return tvm_ffi.load_module(folder / name)
 
 
-def vllm(pairing, cos, sin, dtype):
-    """vLLM's CUDA kernel with a cache in q's dtype, in place."""
-    from vllm import _custom_ops
+def sglang(pairing, cache, folder):
+    """SGLang's kernel, which takes heads of 128 channels in bfloat16 here."""
+    rotate = _built(folder, f"sglang_{pairing}.so")["run_rope"]
+    return lambda q, k, ids: rotate(q, k, cache, ids)
 
-    cache, ids = torch.cat((cos, sin), -1).to(dtype), torch.arange(len(cos), device=cos.device)
 
-    def rotate(q, k):
-        _custom_ops.rotary_embedding(ids, q.flatten(1), k.flatten(1), q.shape[-1], cache, pairing == "neox")
-        return q, k
-
-    return rotate
+def flashinfer(pairing, cache, folder):
+    """FlashInfer's kernel, whose results may lie where q and k do."""
+    rotate = _built(folder, "rope_fi.so")["apply_rope_pos_ids_cos_sin_cache"]
+    return lambda q, k, ids: rotate(q, k, q, k, cache, ids, pairing == "interleaved")
 
 
 FORWARD = {
@@ -97,8 +100,6 @@ FORWARD = {
     "transformers, torch.compile": compiled,
     "Liger-Kernel": liger,
     "TileOPs": tileops,
-    "flash-attn": flash_attn,
-    "FlashInfer": flashinfer,
-    "vLLM": vllm,
 }
 BACKWARD = {"Liger-Kernel": functools.partial(liger, function="rope_backward")}
+GATHERED = {"SGLang": sglang, "FlashInfer": flashinfer}
