@@ -338,7 +338,7 @@ def test_sliding_windows_are_read(device, strides):
 
 def test_partial_rotation_leaves_other_channels(device):
     cos, sin = tables(9, 32, device=device)
-    for dtype, mode, start in itertools.product((torch.float32, *HALVES), ("interleaved", "neox"), (7, 0, 32)):
+    for dtype, mode, start in itertools.product((torch.float32, torch.bfloat16), ("interleaved", "neox"), (7, 0)):
         q, k = draw(9, 3, 64, dtype=dtype, device=device), draw(9, 1, 64, dtype=dtype, device=device)
         y, z = apply_rope(q, k, cos, sin, mode=mode, start=start)
         others = [*range(start), *range(start + 32, 64)]
@@ -738,9 +738,8 @@ def test_options_are_kept_beside_an_empty_tensor(device, empty):
     """The other one is rotated as it was asked for: turned back, interleaved, from a start, by its ids."""
     cos, sin = tables(30, 32, device=device)
     ids = torch.tensor([4, 29, 7, 11], device=device)
-    for mode, start, inverse, inplace in itertools.product(
-        ("neox", "interleaved"), (0, 16), (False, True), (False, True)
-    ):
+    cases = ("interleaved", 16, True), ("neox", 0, True), ("interleaved", 0, False)
+    for (mode, start, inverse), inplace in itertools.product(cases, (False, True)):
         full, none = draw(4, 5, 64, device=device), draw(4, 0, 64, device=device)
         value = right(full, cos, sin, ids, mode, start, inverse)
         given = (none, full) if empty == "q" else (full, none)
