@@ -1135,8 +1135,8 @@ def _kernel(
     if table_bits % 16:
         width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
     threads = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize // 16
-    geometry = _geometry(threads // torch.cuda.get_device_properties(device).multi_processor_count, inplace)
-    width = min(width, geometry.pop("bytes") // dtype.itemsize)
+    access, geometry = _geometry(threads // torch.cuda.get_device_properties(device).multi_processor_count, inplace)
+    width = min(width, access // dtype.itemsize)
     names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
     with torch.cuda.device(device):
         kernel = rope_per_token(
@@ -1154,11 +1154,11 @@ def _kernel(
 
 
 def _geometry(threads, inplace):
-    """Choose by the threads that a multiprocessor gets at 16 bytes of x each; it holds 2,048 at once."""
+    """Return the bytes of an access and more, by the threads that a multiprocessor gets; it holds 2,048 at once."""
     few = threads <= 1024  # short of work: more and smaller threads, and room for the next kernel's to come up early
     # in place, lines are written soon after they are read: narrower accesses, and two heads a thread once it is full
     many = inplace and threads > 4 * 2048
-    return {"bytes": 8 if few or inplace else 16, "per_thread": 2 if many else 1, "trigger": few}
+    return 8 if few or inplace else 16, {"per_thread": 2 if many else 1, "trigger": few}
 
 
 def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):

@@ -262,7 +262,7 @@ def cache(R):
 
 @functools.cache
 def tables(R):
-    return [half.contiguous() for half in cache(R).chunk(2, -1)]
+    return cache(R).chunk(2, -1)
 
 
 def check(got, case, q, k, cos, sin, pairing, tolerance):
@@ -389,18 +389,18 @@ def measure_variants(case):
 
 def bare_kernel(q, k, cos, sin, ids):
     """Return the launch of kernel ④ alone, in half-split pairs into tensors made once: what apply_rope ends with."""
-    layout = q.shape, k.shape[-2], q.stride(), k.stride(), 0, q.dtype, cos.shape[1], cos.dtype, ids.dtype
-    run = rk._prepared(*layout, 0, "neox", False, False)
+    layout = q.device, q.dtype, q.shape, k.shape[-2], q.stride(), k.stride(), 0
+    table = cos.dtype, cos.shape[1], cos.stride(0), 0
+    run = rk._kernel(*layout, *table, ids.dtype, 0, "neox", False, False)
     y, z = torch.empty_like(q), torch.empty_like(k)
     return lambda: run(q, k, cos, sin, ids, y, z)
 
 
 def bare_kernel_in_c(x, cos, sin, ids, y):
     """Return the launch of kernel ④ alone, from x into y through the C backend, in half-split pairs."""
-    strides = (x.stride()[:2],) * 4 + ((1,),)
     heads, D = x.shape[1:]
-    run = rk._prepared_in_c(heads, 0, D, D, 0, "neox", "float32", "float32", "int64", False, False, strides)
-    return lambda: run(x, x, cos, sin, ids, y, y)
+    kernel = rk._in_c(heads, 0, D, D, dtype="float32", width=8)
+    return lambda: kernel(x, x, cos, sin, ids, y, y)
 
 
 @torch.no_grad()

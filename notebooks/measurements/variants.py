@@ -7,6 +7,7 @@ from unittest import mock
 
 import tilelang
 import tilelang.language as T
+import torch
 from tilelang.engine.callback import register_cuda_postproc
 
 import rope_kernels as rk
@@ -182,7 +183,7 @@ def start_and_hint_variant(tokens, start, hint):
     """Return kernel ④ for rows 0, 1, … of so many tokens as a function of q, k, cos, sin, y and z.
 
     start: "overlapped", the kernel's own, or "plain", as launches start by default; TileLang then says __restrict__ as
-    well, which doesn't touch the loads: all are PTX here. hint: "evict_last", its own, "evict_normal" or "evict_first".
+    well, which doesn't touch the loads of 16 bytes: they are PTX. hint: "evict_last", its own, "evict_normal" or "evict_first".
     """
 
     def replaced(code, _):
@@ -192,8 +193,9 @@ def start_and_hint_variant(tokens, start, hint):
     # the factory asks this function whether the GPU can overlap launches, which takes sm_90 or later
     have_pdl = tilelang.contrib.nvcc.have_pdl
     with mock.patch.object(tilelang.contrib.nvcc, "have_pdl", lambda at: start == "overlapped" and have_pdl(at)):
-        per_thread = 1 if tokens <= rk._FEW_TOKENS else 2  # as apply_rope chooses
-        function = rk.rope_per_token.__wrapped__(32, 8, 128, 128, index_dtype=None, width=8, per_thread=per_thread)
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        access, geometry = rk._geometry(tokens * 40 * 128 * 2 // 16 // multiprocessors, False)  # as apply_rope does
+        function = rk.rope_per_token.__wrapped__(32, 8, 128, 128, index_dtype=None, width=access // 2, **geometry)
     tilelang.disable_cache()  # it does not know of the replacement
     register_cuda_postproc(replaced)
     try:
