@@ -201,7 +201,7 @@ def test_factories_show_their_own_name_docstring_and_source():
 
 
 def amid(guard, x, contiguous, pad, more):
-    """Return a view that equals x amid guards: in front and behind, or around every axis at strides divided by `pad`."""
+    """Return a view that equals x amid guards: at both ends, or around every axis at strides divided by `pad`."""
     if contiguous:
         buffer = torch.full((x.numel() + 128,), guard, dtype=x.dtype)
         view = buffer[64:-64].view(x.shape)
@@ -400,6 +400,13 @@ def test_threads_without_a_head_read_the_last_one():
     first, second = (source.index(f"load<{size}>") for size in (16, 32))
     assert first < source.index("= positions[") < second  # x, the id, its row
     assert len(re.findall(r"if \(.* < 7\) \{", source)) == 2 == source.count("store<")
+
+
+def test_the_last_vector_that_passes_ends_where_the_head_ends():
+    """Five channels in three threads of two: the C backend would hide it behind bounds checks."""
+    source = chapter.cuda_source(rk.rope_per_token, 5, 2, 77, 72, 3, width=1)
+    carried = [line for line in source.splitlines() if "&(x_1[" in line]
+    assert len(carried) == 2 and all(re.search(r"min\(\(\(lane_\d \* 2\) \+ i_\d\), 4\)", line) for line in carried)
 
 
 def test_every_width_lowers_with_64_bit_offsets():
