@@ -227,8 +227,7 @@ def check_kernel(backend, heads_q, heads_k, D, R, start=0, mode="neox", dtype="f
         cos, sin = tables(P, R, t_dtype, device)
         if not on_c and call:  # halves of one cache: rows lie R apart
             cos, sin = torch.cat((cos, sin), 1).chunk(2, 1)
-        rows = torch.randint(0, P, lead) if ids else torch.arange(tokens) % P
-        tokens = tokens if ids else min(tokens, P)
+        rows = torch.randint(0, P, lead) if ids else torch.arange(tokens)
         outside = torch.zeros(lead, dtype=torch.bool)
         given = rows.clone()
         if ids and tokens > 4:
