@@ -978,18 +978,24 @@ def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
             raise TypeError(f"{name} takes a dense tensor, not lazily negated: try .to_dense() or .resolve_neg()")
         if x.dtype not in dtypes:
             raise TypeError(f"{name} takes {' or '.join(map(str, dtypes))}, got {x.dtype}")
-        if x.device != device or x.device.type not in ("cuda", "cpu", "meta"):
-            raise ValueError(f"{name} takes {'CPU or CUDA' if x is q else f'the device {device} of q'}, got {x.device}")
-    shape, (rows, columns) = q.shape, cos.shape if cos.dim() == 2 else (0, 0)
+        if x.device != device:
+            raise ValueError(f"{name} takes q's device {device}, got {x.device}")
+    if not (q.is_cuda or q.is_cpu or q.is_meta):
+        raise ValueError(f"q takes a tensor on CPU or CUDA, got one on {device}")
+    shape, table_shape = q.shape, cos.shape
     if len(shape) not in (3, 4):
         raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(shape)}")
-    lead, seq, D, R = shape[:-2], shape[-3], shape[-1], 2 * columns
-    if k is not None and (k.dim() != len(shape) or k.shape[:-2] != lead or k.shape[-1] != D):
-        raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(k.shape)}")
-    if cos.dim() != 2:
-        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(cos.shape)}")
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin takes cos's shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    seq, D = shape[-3], shape[-1]
+    if k is not None:
+        other = k.shape
+        if len(other) != len(shape) or other[0] != shape[0] or other[-3] != seq or other[-1] != D:
+            raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(other)}")
+    if len(table_shape) != 2:
+        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(table_shape)}")
+    if sin.shape != table_shape:
+        raise ValueError(f"sin takes cos's shape {tuple(table_shape)}, got {tuple(sin.shape)}")
+    rows, columns = table_shape
+    R = 2 * columns
     if D < R:
         raise ValueError(f"cos has {columns} columns, so R={R}; q is only D={D} wide")
     if cos.requires_grad or sin.requires_grad:
@@ -998,8 +1004,8 @@ def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
     if positions is None:
         if seq > rows:
             raise IndexError(f"positions 0 … {seq - 1} do not fit a table of {rows} rows")
-    elif positions.shape not in (lead, (seq,)) and (len(lead) == 1 or positions.shape != (1, seq)):
-        raise ValueError(f"positions takes the shape {tuple(lead)} or ({seq},), got {tuple(positions.shape)}")
+    elif positions.shape not in ((seq,), shape[:-2]) and (len(shape) == 3 or positions.shape != (1, seq)):
+        raise ValueError(f"positions takes the shape {tuple(shape[:-2])} or ({seq},), got {tuple(positions.shape)}")
     if mode != "neox" and mode != "interleaved":
         raise ValueError(f"mode takes 'neox' or 'interleaved', got {mode!r}")
     if type(inverse) is not bool or type(inplace) is not bool:
@@ -1042,48 +1048,39 @@ def _rotate(q, k, cos, sin, positions, mode, start, inverse):
 
 def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
     """In place, where no element is reached twice."""
-    tensors = [q] if k is None else [q, k]
-    for name, x in zip("qk", tensors, strict=False):
-        strides = x.stride()
-        if strides[-1] != 1:
-            raise ValueError(f"inplace=True takes {name} with channels side by side, got strides {strides}")
-        if _overlaps(x.shape, strides):
-            raise ValueError(f"inplace=True takes {name} without overlap in itself, got strides {strides}")
-    if k is not None and q.numel() and k.numel():
-        apart = (k.data_ptr() - q.data_ptr()) // q.element_size()
-        a, b = (q, k) if apart >= 0 else (k, q)
-        if not _disjoint(a.shape, a.stride(), b.shape, b.stride(), abs(apart)):
-            raise ValueError("inplace=True takes q and k that share no element; by their strides these could")
+    beside = () if k is None else (k.shape, k.stride(), (k.data_ptr() - q.data_ptr()) // q.element_size())
+    if fault := _fault(q.shape, q.stride(), *beside):
+        raise ValueError(f"inplace=True takes {fault}")
     _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
-    torch.autograd.graph.increment_version(tensors)  # so that autograd sees the write
+    torch.autograd.graph.increment_version([q] if k is None else [q, k])  # so that autograd sees the write
 
 
 @functools.lru_cache(maxsize=4096)
-def _overlaps(shape, strides):
-    """Tell whether a tensor of this layout may reach an element twice."""
-    reach = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
-@functools.lru_cache(maxsize=4096)
-def _disjoint(a_shape, a_strides, b_shape, b_strides, apart):
-    """Tell whether b, which begins `apart` elements after a, surely shares none: it lies behind, or they interleave."""
-    axes = [
-        sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
-        for shape, strides in ((a_shape, a_strides), (b_shape, b_strides))
-    ]
+def _fault(q_shape, q_strides, k_shape=(0,), k_strides=(), apart=0):
+    """Say why q, and k `apart` elements behind it, can't be written in place by their layouts, or nothing."""
+    axes = []
+    for name, shape, strides in (("q", q_shape, q_strides), ("k", k_shape, k_strides)):
+        if 0 in shape:
+            continue
+        if strides[-1] != 1:
+            return f"{name} with channels side by side, got strides {strides}"
+        axes.append(sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1))
+        reach = 1
+        for stride, size in axes[-1]:
+            if stride < reach:
+                return f"{name} without overlap in itself, got strides {strides}"
+            reach += (size - 1) * stride
+    if len(axes) < 2:
+        return None
+    first, second = axes if apart >= 0 else axes[::-1]
     # the outer axes move both by multiples of a common measure: modulo that, what the inner axes span must lie apart
-    for inner in itertools.product(*(range(len(x) + 1) for x in axes)):
-        spans = [1 + sum((size - 1) * stride for stride, size in x[:n]) for x, n in zip(axes, inner, strict=True)]
-        measure = math.gcd(*(stride for x, n in zip(axes, inner, strict=True) for stride, _ in x[n:]))
-        place = apart % measure if measure else apart
+    for m, n in itertools.product(range(len(first) + 1), range(len(second) + 1)):
+        spans = [1 + sum((size - 1) * stride for stride, size in inner) for inner in (first[:m], second[:n])]
+        measure = math.gcd(*(stride for stride, _ in first[m:] + second[n:]))
+        place = abs(apart) % measure if measure else abs(apart)
         if spans[0] <= place and (not measure or place + spans[1] <= measure):
-            return True
-    return False
+            return None
+    return "q and k that share no element; by their strides these could"
 
 
 def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):

@@ -183,7 +183,7 @@ def start_and_hint_variant(tokens, start, hint):
     """Return kernel ④ for rows 0, 1, … of so many tokens as a function of q, k, cos, sin, y and z.
 
     start: "overlapped", the kernel's own, or "plain", as launches start by default; TileLang then says __restrict__ as
-    well, which doesn't touch the loads of 16 bytes: they are PTX. hint: "evict_last", its own, "evict_normal" or "evict_first".
+    well, which doesn't touch the loads of 16 bytes: they are PTX. hint: "evict_last", its own, or another.
     """
 
     def replaced(code, _):
