@@ -506,14 +506,14 @@ REFUSALS = [
     ({"k": ones(3, 2, 64)}, ValueError, r"k takes q's shape \(4, 5, 64\) but for the heads, got \(3, 2, 64\)"),
     ({"k": ones(4, 2, 32)}, ValueError, r"k takes q's shape .*, got \(4, 2, 32\)"),
     ({"k": ones(1, 4, 2, 64)}, ValueError, r"k takes q's shape .*, got \(1, 4, 2, 64\)"),
-    ({"k": ones(4, 2, 64, **META)}, ValueError, "k takes the device .* of q, got meta"),
+    ({"k": ones(4, 2, 64, **META)}, ValueError, "k takes q's device .*, got meta"),
     ({"cos": ones(16, 64), "sin": ones(16, 64)}, ValueError, "cos has 64 columns, so R=128; q is only D=64 wide"),
     ({"sin": ones(16, 31)}, ValueError, r"sin takes cos's shape \(16, 32\), got \(16, 31\)"),
     ({"sin": ones(15, 32)}, ValueError, r"sin takes cos's shape .*, got \(15, 32\)"),
     ({"cos": ones(32)}, ValueError, r"cos takes \(P, R/2\), .*, got \(32,\)"),
     ({"cos": ones(1, 16, 32), "sin": ones(1, 16, 32)}, ValueError, r"cos takes \(P, R/2\), .*, got \(1, 16, 32\)"),
-    ({"cos": ones(16, 32, **META)}, ValueError, "cos takes the device .* of q, got meta"),
-    ({"sin": ones(16, 32, **META)}, ValueError, "sin takes the device .* of q, got meta"),
+    ({"cos": ones(16, 32, **META)}, ValueError, "cos takes q's device .*, got meta"),
+    ({"sin": ones(16, 32, **META)}, ValueError, "sin takes q's device .*, got meta"),
     ({"cos": ones(16, 32, dtype=torch.float64)}, TypeError, "cos takes torch.float32 or .*, got torch.float64"),
     ({"sin": ones(16, 32, dtype=torch.bfloat16)}, TypeError, "sin takes torch.float32, got torch.bfloat16"),
     ({"q": ones(4, 5, 64, dtype=torch.float16), "k": None, "cos": ones(16, 32, dtype=torch.float16)}, TypeError,
@@ -524,7 +524,7 @@ REFUSALS = [
       for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int16)),
     *(({"positions": ones(*shape, dtype=torch.int64)}, ValueError, r"positions takes the shape \(4,\) or \(4,\), got")
       for shape in ((3,), (4, 1), (1, 4), (5,), ())),
-    ({"positions": ones(4, dtype=torch.int64, **META)}, ValueError, "positions takes the device .* of q, got meta"),
+    ({"positions": ones(4, dtype=torch.int64, **META)}, ValueError, "positions takes q's device .*, got meta"),
     ({"positions": None, "cos": ones(3, 32), "sin": ones(3, 32)}, IndexError,
      "positions 0 … 3 do not fit a table of 3 rows"),
     *(({name: value}, TypeError, f"{name} takes a tensor, got ")
@@ -651,13 +651,10 @@ def test_meta_and_fake_tensors_give_shapes(device):
 
 def test_other_devices_are_refused_by_name():
     """A device that torch knows and nobody has: its tensors are of the right kind, and nowhere."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        q = torch.empty(9, 5, 64, device="xpu") if torch.xpu._is_compiled() else None
-    if q is None:
-        q = torch._subclasses.FakeTensor(fake, torch.empty(9, 5, 64, device="meta"), torch.device("xla:0"))
-    with pytest.raises(ValueError, match="q takes CPU or CUDA, got (xpu|xla)"):
-        apply_rope(q, None, *tables(9))
+    fake, meta = FakeTensorMode(), [torch.empty(shape, device="meta") for shape in ((9, 5, 64), (9, 32), (9, 32))]
+    q, cos, sin = (torch._subclasses.FakeTensor(fake, x, torch.device("xla:0")) for x in meta)
+    with pytest.raises(ValueError, match="q takes a tensor on CPU or CUDA, got one on xla"):
+        apply_rope(q, None, cos, sin)
 
 
 def test_in_place_on_what_wants_a_gradient_is_refused(device):

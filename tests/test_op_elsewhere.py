@@ -252,7 +252,7 @@ def test_a_second_device_is_served_while_the_first_is_current():
         assert_rounded_once(z, right(k, cos, sin, ids))
         apply_rope(q, None, cos, sin, ids, inplace=True)
         assert_rounded_once(q, value)
-    with pytest.raises(ValueError, match="cos takes the device cuda:1 of q, got cuda:0"):
+    with pytest.raises(ValueError, match="cos takes q's device cuda:1, got cuda:0"):
         apply_rope(q, k, cos.to("cuda:0"), sin, ids)
 
 
