@@ -321,10 +321,10 @@ def test_layouts_taken_for_disjoint_share_no_element():
             {first + sum(map(operator.mul, index, stride)) for index in itertools.product(*map(range, shape))}
             for shape, stride, first in zip(shapes, strides, (0, apart), strict=True)
         ]
-        disjoint = rk._disjoint(shapes[0], strides[0], shapes[1], strides[1], apart)
+        disjoint = rk._fault(shapes[0], strides[0], shapes[1], strides[1], apart) is None
         accepted += disjoint
         assert not (disjoint and reached[0] & reached[1])
-    assert accepted > 500
+    assert accepted > 200
 
 
 @pytest.mark.parametrize("strides", [(1, 40, 1), (0, 1, 1), (4, 40, 1)])
