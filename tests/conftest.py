@@ -27,6 +27,12 @@ def seed():
     torch.manual_seed(20)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request):
+    """Where apply_rope runs: tensors on the CPU go through the C backend also beside a GPU."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """For small tensors: on a busy machine, threads that wait for one another would take most of the time."""
