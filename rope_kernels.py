@@ -704,9 +704,9 @@ def rope_per_token(
     if threads > 1024 and not on_c:
         raise ValueError(f"R={R} at start={start} of D={D} takes {threads} threads for width={width}, over 1024")
 
-    # Moves of n bytes between registers and memory; q's address or k's is chosen without a branch. Loads of 16 bytes are
-    # PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster (notebook 09),
-    # and `volatile`, which keeps x's loads ahead of the id's and behind the wait for the kernel before.
+    # Moves of n bytes between registers and memory; q's address or k's is chosen without a branch. Loads of 16 bytes
+    # are PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster (notebook
+    # 09), and `volatile`, which keeps x's loads ahead of the id's and behind the wait for the kernel before.
     prelude = """
 __device__ __forceinline__ void load_row(void* to, const void* row, int at, int n) {
   const char* from = (const char*)row + at;
@@ -1100,6 +1100,8 @@ def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
         q, k, y, z = (x.transpose(0, 1) for x in (q, k, y, z))
     elif batched and positions is not None:
         positions = positions.expand(q.shape[:2])
+    if cos.stride(1) != 1 or sin.stride(1) != 1:  # rows may lie anywhere, their columns side by side
+        cos, sin = (table.clone(memory_format=torch.contiguous_format) for table in (cos, sin))
     ids, id_dtype = (cos, None) if positions is None else (positions, positions.dtype)
     run = _kernel(
         q.device, q.dtype, q.shape, heads_k, q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) % 16,
