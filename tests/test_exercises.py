@@ -335,6 +335,19 @@ def test_planted_wrong_answers_are_rejected(name, answer, capsys):
         assert not said.startswith("Wrong: it raised"), said
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nothing", "the rows are still where they were"),
+        ("whole heads", "the channels that pass were reordered too"),
+        ("the other direction", "the rows went the other way"),
+    ],
+)
+def test_check_07_3_names_the_mistake(what, said, capsys):
+    ex.check_07_3(WRONG["07_3"][what])
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_never_raises(name, capsys):
     def raises(*arguments, **options):
@@ -365,16 +378,3 @@ def test_a_check_never_raises(name, capsys):
 def test_other_right_answers_are_accepted(name, answer, capsys):
     assert CHECKS[f"check_{name}"](answer) is True
     assert capsys.readouterr().out == "Right.\n"
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("nothing", "the rows are still where they were"),
-        ("whole heads", "the channels that pass were reordered too"),
-        ("the other direction", "the rows went the other way"),
-    ],
-)
-def test_check_07_3_names_the_mistake(what, said, capsys):
-    ex.check_07_3(WRONG["07_3"][what])
-    assert said in capsys.readouterr().out
