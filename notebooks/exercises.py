@@ -440,7 +440,7 @@ def check_07_1(rope_width):
             found = rope_width(head_dim, share)
         except ValueError:
             continue
-        yield f"rope_width({head_dim}, {share}) returned {found}"
+        yield f"rope_width({head_dim}, {share}) returned {found}, where {head_dim * share:g} channels can't be rotated"
 
 
 @checker
@@ -465,8 +465,17 @@ def check_07_3(for_neox):
         return torch.einsum("mhd,nhd->hmn", q, k)
 
     for heads, D, R in ((2, 16, 8), (3, 32, 16), (1, 24, 24)):
+        row, passing = torch.arange(R), list(range(R, D))
+        named = {  # what W's rows become when a known mistake is made
+            "the rows are still where they were": [*range(D)],
+            "the rows went the other way: neighbours come from the halves": [*row.view(2, -1).T.flatten(), *passing],
+            "the channels that pass were reordered too": [*range(0, D, 2), *range(1, D, 2)] if R < D else [],
+        }
         weights = [draw(heads * D, 32, seed=seed) for seed in (1, 2)]
         moved = [for_neox(W.clone(), heads, R) for W in weights]
+        for mistake, order in named.items():
+            if order and torch.equal(moved[0], weights[0].view(heads, D, 32)[:, order].flatten(0, 1)):
+                yield mistake
         yield difference(scores(moved, "neox", heads, R), scores(weights, "interleaved", heads, R), 1e-9)
 
 

@@ -103,9 +103,9 @@ def by_op(x, cos, sin):
     return rk.apply_rope(x, None, cos, sin)[0][:, 0]
 
 
-def width(head_dim, share, *, rounds=round, even=True, least=2, whole=True):
+def width(head_dim, share, *, rounds=round, even=True, least=2, most=1, whole=True):
     R = rounds(head_dim * share)
-    if (even and R % 2) or not least <= R <= head_dim or (whole and abs(head_dim * share - R) > 1e-6):
+    if (even and R % 2) or not least <= R <= most * head_dim or (whole and abs(head_dim * share - R) > 1e-6):
         raise ValueError
     return R
 
@@ -308,6 +308,7 @@ WRONG = {
         "odd widths": lambda head_dim, share: width(head_dim, share, even=False),
         "broken shares": lambda head_dim, share: width(head_dim, share, whole=False),
         "nothing rotated": lambda head_dim, share: width(head_dim, share, least=0),
+        "wider than the head": lambda head_dim, share: width(head_dim, share, most=2),
         "always whole": lambda head_dim, share: head_dim,
     },
     "07_2": {
@@ -425,6 +426,19 @@ def test_planted_wrong_answers_are_rejected(name, answer, capsys):
     assert said.startswith("Wrong: ") and said.count("\n") == 1
     if callable(answer):
         assert not said.startswith("Wrong: it raised"), said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nothing", "the rows are still where they were"),
+        ("whole heads", "the channels that pass were reordered too"),
+        ("the other direction", "the rows went the other way"),
+    ],
+)
+def test_check_07_3_names_the_mistake(what, said, capsys):
+    ex.check_07_3(WRONG["07_3"][what])
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", CHECKS)
