@@ -335,7 +335,7 @@ REFUSED = [
     (changed(GPT_OSS, rope_theta=0.5), ValueError, "rope_theta takes a finite number above 1"),
     (lambda: rope_frequencies(64, 1e4, "yarn"), TypeError, "scaling takes a dictionary or None, got 'yarn'"),
     (lambda: rope_frequencies(64, 1e4, [("factor", 2)]), TypeError, "scaling takes a dictionary or None"),
-    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes mrope, .*default, linear, .*proportional, got 'ntk'"),
+    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes mrope, .*proportional, got 'ntk'"),
     (call(type="xdrope"), ValueError, "rope_type takes .*got 'xdrope'"),
     (call(type=["yarn"]), ValueError, "rope_type takes .*got "),
     (call(type="linear", rope_type="yarn", factor=2.0), ValueError, "agree, got yarn and linear"),
