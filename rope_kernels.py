@@ -1131,7 +1131,7 @@ def _kernel(
         width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
     threads = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize // 16
     threads //= torch.cuda.get_device_properties(device).multi_processor_count
-    access, geometry = _geometry(threads, inplace, mode, narrow=columns % 4 or start % 4)
+    access, geometry = _geometry(threads, inplace, narrow=columns % 4 or start % 4)
     width = min(width, access // dtype.itemsize)
     names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
     with torch.cuda.device(device):
@@ -1149,18 +1149,18 @@ def _kernel(
     return there
 
 
-def _geometry(threads, inplace, mode, narrow):
+def _geometry(threads, inplace, narrow):
     """Return the bytes of an access and ④'s options for speed, as they were measured on an H200.
 
     threads: what each multiprocessor gets at 16 bytes of q and k a thread; it holds 2,048 at once.
     """
     if threads <= 1024:  # short of work: small threads, all up at once, and room for the next kernel's beside them
         return 8, {"trigger": True}
-    if inplace and (mode == "interleaved" or threads > 2**15):  # lines are read and written back: fewer under way
+    if inplace and threads > 2**15:  # lines are read and written back: fewer of them under way
         return 16, {"per_thread": 2, "threads": 32}
-    return 8 if inplace else 16, {
-        "per_thread": 2 if narrow else 1
-    }  # narrow: a thread would have too little to wait for
+    if narrow:  # a thread has too little under way by one head
+        return 16, {"per_thread": 2, "threads": 256}
+    return 8 if inplace else 16, {}
 
 
 def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):

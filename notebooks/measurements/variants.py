@@ -194,7 +194,7 @@ def start_and_hint_variant(tokens, start, hint):
     have_pdl = tilelang.contrib.nvcc.have_pdl
     with mock.patch.object(tilelang.contrib.nvcc, "have_pdl", lambda at: start == "overlapped" and have_pdl(at)):
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        access, geometry = rk._geometry(tokens * 640 // multiprocessors, False, "neox", False)  # as apply_rope does
+        access, geometry = rk._geometry(tokens * 640 // multiprocessors, False, False)  # as apply_rope does
         function = rk.rope_per_token.__wrapped__(32, 8, 128, 128, index_dtype=None, width=access // 2, **geometry)
     tilelang.disable_cache()  # it does not know of the replacement
     register_cuda_postproc(replaced)
