@@ -688,8 +688,8 @@ def rope_per_token(
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
     # A token's heads, q's and then k's, go to `blocks` blocks. A block's first threads turn, `turning` of them a head:
-    # each takes `vec` pairs, in two vectors, R/2 apart for neox, side by side if interleaved. The threads after them,
-    # `passing` a head, copy what passes, two vectors of `wide` each; in place there are none.
+    # each takes `vec` pairs, in two vectors R/2 apart, which are partners for neox and hold whole pairs if interleaved.
+    # The threads after them, `passing` a head, copy what passes, two vectors of `wide` each; in place there are none.
     half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
     vec = wide = min(width, 16 // size)
@@ -760,8 +760,11 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
     cos_type, sin_type = (tensor(name, (P, half), table_dtype) for name in ("cos", "sin"))
     id_type = tensor("id", lead, index_dtype, inner=()) if gathered else tensor("id", (P, half), table_dtype)
 
+    apart = mode == "neox" or vec > 1  # vectors of one channel can't hold a pair: then the two are neighbours
+    pieces = 2 if apart and mode == "interleaved" else 1  # of a table row that a thread needs
+
     def turned(lane, part):
-        return start + (part * half + lane * vec if mode == "neox" else (2 * lane + part) * vec)
+        return start + (part * half + lane * vec if apart else 2 * lane + part)
 
     def passed(lane, part):
         channel = T.min((2 * lane + part) * wide, D - R - wide)  # the last vector perhaps twice
@@ -775,11 +778,9 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         either = T.address_of(q[(*token, in_q, 0)]), T.address_of(k[(*token, in_k, 0)]), head < heads_q
         T.evaluate(T.call_extern("handle", way, T.address_of(vector[i]), *either, channel * size, count * size))
 
-    def load_row(vector, table, index, column):
-        row = T.address_of(table[index, 0])
-        T.evaluate(
-            T.call_extern("handle", "load_row", T.address_of(vector[0]), row, column * table_size, vec * table_size)
-        )
+    def load_row(vector, i, table, index, column):
+        ends = T.address_of(vector[i]), T.address_of(table[index, 0])
+        T.evaluate(T.call_extern("handle", "load_row", *ends, column * table_size, vec // pieces * table_size))
 
     @T.macro
     def turn(q, k, cos, sin, positions, y, z, token, first, lane):
@@ -793,8 +794,9 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
             move("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
         index = positions[token] if gathered else token[-1]
         if (index >= 0) & (index < cos.shape[0]):
-            load_row(c, cos, index, lane * vec)
-            load_row(s, sin, index, lane * vec)
+            for piece in T.unroll(pieces):
+                load_row(c, piece * vec // pieces, cos, index, (piece * half + lane * vec) // pieces)
+                load_row(s, piece * vec // pieces, sin, index, (piece * half + lane * vec) // pieces)
         else:  # outside the table: NaN, which reaches both sums below
             for j in T.unroll(vec):
                 c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
