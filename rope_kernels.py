@@ -388,7 +388,7 @@ def rope_settings(config, layer_type=None):
         or config.get("position_embedding_type") == "nope"
         or not all(map(config.get, about & _FLAGS))
     ):
-        raise ValueError(f"config says that its layers are not rotated, by alibi, position_embedding_type or {_FLAGS}")
+        raise ValueError(f"its layers are not rotated, by alibi, position_embedding_type or one of {sorted(_FLAGS)}")
     _warn_of(config.keys() & _ELSEWHERE.keys() - {"partial_rotary_factor"})
 
     share = _number({"partial_rotary_factor": _said(config, "share")} | scaling, "partial_rotary_factor", 1.0)

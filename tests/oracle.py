@@ -1,5 +1,7 @@
 """Right values from the index form in float64, written without the product's code."""
 
+import math
+
 import torch
 
 
@@ -24,3 +26,65 @@ def angles(positions, R, base=10000.0):
     """Return the float64 angles (len(positions), R/2)."""
     inv_freq = torch.tensor([base ** (-2 * p / R) for p in range(R // 2)], dtype=torch.float64)
     return torch.tensor(positions, dtype=torch.float64)[:, None] * inv_freq
+
+
+def by_hand(R, scaling, base=10000.0, seq_len=None, max_position=None):
+    """The formulas of the papers in plain Python, pair by pair."""
+    kind = scaling.get("rope_type") or scaling.get("type")
+    base = scaling.get("rope_theta") or base
+    s, L = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        length = max_position if seq_len is None or seq_len < max_position else seq_len
+        base = base * math.exp(R / (R - 2) * math.log(s * length / max_position - s + 1))
+    theta = [math.exp(-2 * i / R * math.log(base)) for i in range(R // 2)]
+    if kind in ("default", "dynamic"):
+        return theta, 1.0
+    if kind == "linear":
+        return [t / s for t in theta], 1.0
+    if kind == "proportional":
+        kept = scaling.get("partial_rotary_factor", 1.0) * R / 2
+        return [t / (s or 1.0) if i < kept else 0.0 for i, t in enumerate(theta)], 1.0
+    if kind == "llama3":
+        low, high, result = scaling["low_freq_factor"], scaling["high_freq_factor"], []
+        for t in theta:
+            wavelength = 2 * math.pi / t
+            if wavelength < L / high:
+                result.append(t)
+            elif wavelength > L / low:
+                result.append(t / s)
+            else:
+                blend = (L / wavelength - low) / (high - low)
+                result.append((1 - blend) * t / s + blend * t)
+        return result, 1.0
+    if kind == "longrope":
+        s = s or max_position / L
+        divide = scaling["long_factor"] if seq_len is not None and seq_len > L else scaling["short_factor"]
+        factor = 1.0 if s <= 1 else math.sqrt(1 + math.log(s) / math.log(L))
+        given_factor = scaling.get("attention_factor")
+        return [t / d for t, d in zip(theta, divide, strict=True)], factor if given_factor is None else given_factor
+    assert kind == "yarn"
+    L = L or max_position
+    s = s or max_position / L
+
+    def pair_that_turns(times):
+        return R * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)
+    if first == last:
+        last += 0.001
+    result = []
+    for i, t in enumerate(theta):
+        share = min(max((i - first) / (last - first), 0.0), 1.0)
+        result.append(t / s * share + t * (1 - share))
+
+    def m(k):
+        return 1.0 if s <= 1 else 0.1 * k * math.log(s) + 1
+
+    factor = scaling.get("attention_factor")
+    if factor is None:
+        k, k_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        factor = m(k) / m(k_all) if k and k_all else m(1)
+    return result, factor
