@@ -450,7 +450,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
     device = positions.device if device is None else device
-    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device, torch.float64)
+    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device)
     cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
     return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
 

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+INTEGER_VIEW = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def pairs(R, convention):
     """Return the channels (first, second) of each pair."""
@@ -88,3 +90,24 @@ def by_hand(R, scaling, base=10000.0, seq_len=None, max_position=None):
         k, k_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         factor = m(k) / m(k_all) if k and k_all else m(1)
     return result, factor
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def plain_rope(x, position, mode, base=10000.0, R=None, start=0):
+    """Rotate one row, a list of numbers, by the definition."""
+    R = len(x) if R is None else R
+    y = [float(v) for v in x]
+    for i in range(R // 2):
+        a = position * base ** (-2 * i / R)
+        first, second = (start + i, start + i + R // 2) if mode == "neox" else (start + 2 * i, start + 2 * i + 1)
+        y[first] = float(x[first]) * math.cos(a) - float(x[second]) * math.sin(a)
+        y[second] = float(x[first]) * math.sin(a) + float(x[second]) * math.cos(a)
+    return torch.tensor(y, dtype=torch.float64)
+
+
+def bits(x):
+    """The bit patterns, so that NaN payloads and the sign of zero count."""
+    return x.contiguous().view(INTEGER_VIEW[x.dtype.itemsize])

@@ -250,10 +250,10 @@ LAYERS = {**PLAIN, "num_hidden_layers": 4}
 NOPE = {**LAYERS, "no_rope_layers": [1, 1, 1, 0]}
 NESTED = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, "rope_type": "default"}}
 REFUSED = {  # name: configuration, layers, error, message
-    "no width": ({"rope_theta": 1e4, "num_key_value_heads": 2}, None, ValueError, "no head width, only .'num_key_value_"),
+    "no width": ({"rope_theta": 1e4, "num_key_value_heads": 2}, None, ValueError, "no head width, only .'num_key"),
     "no base of an unknown model": ({"head_dim": 64, "model_type": "new"}, None, ValueError, "no rope_theta.*new"),
     "layers nested": ({**PLAIN, "rope_parameters": NESTED}, None, ValueError, "one of .'full_attention', 'sliding_att"),
-    "another layer": ({**PLAIN, "rope_parameters": NESTED}, "full", ValueError, "one of .'full_attention', .*got 'full'"),
+    "another layer": ({**PLAIN, "rope_parameters": NESTED}, "full", ValueError, "one of .'full_att.*got 'full'"),
     "two bases": ({**PLAIN, "global_rope_theta": 1e5}, None, ValueError, "layer_type takes one of .'full_attention'"),
     "a type without rotation": (
         {**PLAIN, "rope_parameters": {**NESTED, "full_attention": None}}, "full_attention", ValueError, "not rotated",
