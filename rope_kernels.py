@@ -394,7 +394,7 @@ def rope_settings(config, layer_type=None):
         or config.get("position_embedding_type") == "nope"
         or not all(map(config.get, about & _FLAGS))
     ):
-        raise ValueError(f"config says that its layers are not rotated, by alibi, position_embedding_type or {_FLAGS}")
+        raise ValueError(f"its layers are not rotated, by alibi, position_embedding_type or one of {sorted(_FLAGS)}")
     _warn_of(config.keys() & _ELSEWHERE.keys() - {"partial_rotary_factor"})
 
     share = _number({"partial_rotary_factor": _said(config, "share")} | scaling, "partial_rotary_factor", 1.0)
@@ -456,7 +456,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
     elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
     device = positions.device if device is None else device
-    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device, torch.float64)
+    angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device)
     cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
     return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
 

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+INTEGER_VIEW = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def pairs(R, convention):
     """Return the channels (first, second) of each pair."""
@@ -64,3 +66,86 @@ def assert_rounded_once(y, value):
         return
     assert (y != value.to(y.dtype)).sum() <= math.ceil(0.002 * y.numel())
     assert ((y.double() - value).abs() <= torch.finfo(y.dtype).eps * value.abs() + 1e-6).all()
+
+
+def by_hand(R, scaling, base=10000.0, seq_len=None, max_position=None):
+    """The formulas of the papers in plain Python, pair by pair."""
+    kind = scaling.get("rope_type") or scaling.get("type")
+    base = scaling.get("rope_theta") or base
+    s, L = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        length = max_position if seq_len is None or seq_len < max_position else seq_len
+        base = base * math.exp(R / (R - 2) * math.log(s * length / max_position - s + 1))
+    theta = [math.exp(-2 * i / R * math.log(base)) for i in range(R // 2)]
+    if kind in ("default", "dynamic"):
+        return theta, 1.0
+    if kind == "linear":
+        return [t / s for t in theta], 1.0
+    if kind == "proportional":
+        kept = scaling.get("partial_rotary_factor", 1.0) * R / 2
+        return [t / (s or 1.0) if i < kept else 0.0 for i, t in enumerate(theta)], 1.0
+    if kind == "llama3":
+        low, high, result = scaling["low_freq_factor"], scaling["high_freq_factor"], []
+        for t in theta:
+            wavelength = 2 * math.pi / t
+            if wavelength < L / high:
+                result.append(t)
+            elif wavelength > L / low:
+                result.append(t / s)
+            else:
+                blend = (L / wavelength - low) / (high - low)
+                result.append((1 - blend) * t / s + blend * t)
+        return result, 1.0
+    if kind == "longrope":
+        s = s or max_position / L
+        divide = scaling["long_factor"] if seq_len is not None and seq_len > L else scaling["short_factor"]
+        factor = 1.0 if s <= 1 else math.sqrt(1 + math.log(s) / math.log(L))
+        given_factor = scaling.get("attention_factor")
+        return [t / d for t, d in zip(theta, divide, strict=True)], factor if given_factor is None else given_factor
+    assert kind == "yarn"
+    L = L or max_position
+    s = s or max_position / L
+
+    def pair_that_turns(times):
+        return R * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)
+    if first == last:
+        last += 0.001
+    result = []
+    for i, t in enumerate(theta):
+        share = min(max((i - first) / (last - first), 0.0), 1.0)
+        result.append(t / s * share + t * (1 - share))
+
+    def m(k):
+        return 1.0 if s <= 1 else 0.1 * k * math.log(s) + 1
+
+    factor = scaling.get("attention_factor")
+    if factor is None:
+        k, k_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        factor = m(k) / m(k_all) if k and k_all else m(1)
+    return result, factor
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def plain_rope(x, position, mode, base=10000.0, R=None, start=0):
+    """Rotate one row, a list of numbers, by the definition."""
+    R = len(x) if R is None else R
+    y = [float(v) for v in x]
+    for i in range(R // 2):
+        a = position * base ** (-2 * i / R)
+        first, second = (start + i, start + i + R // 2) if mode == "neox" else (start + 2 * i, start + 2 * i + 1)
+        y[first] = float(x[first]) * math.cos(a) - float(x[second]) * math.sin(a)
+        y[second] = float(x[first]) * math.sin(a) + float(x[second]) * math.cos(a)
+    return torch.tensor(y, dtype=torch.float64)
+
+
+def bits(x):
+    """The bit patterns, so that NaN payloads and the sign of zero count."""
+    return x.contiguous().view(INTEGER_VIEW[x.dtype.itemsize])

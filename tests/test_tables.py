@@ -4,8 +4,6 @@ against the models' own code. No expected value comes from the product."""
 
 import contextlib
 import copy
-import inspect
-import itertools
 import math
 import random
 import re
@@ -16,19 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import by_hand, plain_rope, randn
 from transformers import (
     DeepseekV3Config,
     DeepseekV4Config,
     Glm4Config,
     GlmConfig,
-    GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
     PhiConfig,
     StableLmConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.cohere import modeling_cohere
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from transformers.models.gemma4 import modeling_gemma4
@@ -47,16 +44,6 @@ from rope_kernels import rope_frequencies, rope_table, torch_partial_rope, torch
 
 ONE_TO_EIGHT = torch.arange(1, 9, dtype=torch.float64)
 ROTATIONS = {"neox": torch_rope_neox, "interleaved": torch_rope_interleaved}
-INTEGER_VIEW = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def randn(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def bits(x):
-    """The bit patterns, so that NaN payloads and the sign of zero count."""
-    return x.contiguous().view(INTEGER_VIEW[x.dtype.itemsize])
 
 
 def plain_table(positions, R, base=10000.0, scale=1.0):
@@ -68,81 +55,7 @@ def plain_table(positions, R, base=10000.0, scale=1.0):
     )
 
 
-def plain_rope(x, position, mode, base=10000.0, R=None, start=0):
-    """Rotate one row, a list of numbers, by the definition."""
-    R = len(x) if R is None else R
-    y = [float(v) for v in x]
-    for i in range(R // 2):
-        a = position * base ** (-2 * i / R)
-        first, second = (start + i, start + i + R // 2) if mode == "neox" else (start + 2 * i, start + 2 * i + 1)
-        y[first] = float(x[first]) * math.cos(a) - float(x[second]) * math.sin(a)
-        y[second] = float(x[first]) * math.sin(a) + float(x[second]) * math.cos(a)
-    return torch.tensor(y, dtype=torch.float64)
-
-
 # ----------------------------------------------------------------------------- frequencies, by hand and by transformers
-
-
-def by_hand(R, scaling, base=10000.0, seq_len=None, max_position=None):
-    """The formulas of the papers in plain Python, pair by pair."""
-    kind = scaling.get("rope_type") or scaling.get("type")
-    base = scaling.get("rope_theta") or base
-    s, L = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if kind == "dynamic":
-        length = max_position if seq_len is None or seq_len < max_position else seq_len
-        base = base * math.exp(R / (R - 2) * math.log(s * length / max_position - s + 1))
-    theta = [math.exp(-2 * i / R * math.log(base)) for i in range(R // 2)]
-    if kind in ("default", "dynamic"):
-        return theta, 1.0
-    if kind == "linear":
-        return [t / s for t in theta], 1.0
-    if kind == "proportional":
-        kept = scaling.get("partial_rotary_factor", 1.0) * R / 2
-        return [t / (s or 1.0) if i < kept else 0.0 for i, t in enumerate(theta)], 1.0
-    if kind == "llama3":
-        low, high, result = scaling["low_freq_factor"], scaling["high_freq_factor"], []
-        for t in theta:
-            wavelength = 2 * math.pi / t
-            if wavelength < L / high:
-                result.append(t)
-            elif wavelength > L / low:
-                result.append(t / s)
-            else:
-                blend = (L / wavelength - low) / (high - low)
-                result.append((1 - blend) * t / s + blend * t)
-        return result, 1.0
-    if kind == "longrope":
-        s = s or max_position / L
-        divide = scaling["long_factor"] if seq_len is not None and seq_len > L else scaling["short_factor"]
-        factor = 1.0 if s <= 1 else math.sqrt(1 + math.log(s) / math.log(L))
-        given_factor = scaling.get("attention_factor")
-        return [t / d for t, d in zip(theta, divide, strict=True)], factor if given_factor is None else given_factor
-    assert kind == "yarn"
-    L = L or max_position
-    s = s or max_position / L
-
-    def pair_that_turns(times):
-        return R * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
-
-    first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, R - 1)
-    if first == last:
-        last += 0.001
-    result = []
-    for i, t in enumerate(theta):
-        share = min(max((i - first) / (last - first), 0.0), 1.0)
-        result.append(t / s * share + t * (1 - share))
-
-    def m(k):
-        return 1.0 if s <= 1 else 0.1 * k * math.log(s) + 1
-
-    factor = scaling.get("attention_factor")
-    if factor is None:
-        k, k_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        factor = m(k) / m(k_all) if k and k_all else m(1)
-    return result, factor
 
 
 def by_transformers(R, scaling, base=10000.0, seq_len=None, max_position=None):
@@ -335,7 +248,7 @@ REFUSED = [
     (changed(GPT_OSS, rope_theta=0.5), ValueError, "rope_theta takes a finite number above 1"),
     (lambda: rope_frequencies(64, 1e4, "yarn"), TypeError, "scaling takes a dictionary or None, got 'yarn'"),
     (lambda: rope_frequencies(64, 1e4, [("factor", 2)]), TypeError, "scaling takes a dictionary or None"),
-    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes mrope, .*proportional, got 'ntk'"),
+    (call(rope_type="ntk", factor=2.0), ValueError, "rope_type takes mrope, .*linear, .*, got 'ntk'"),
     (call(type="xdrope"), ValueError, "rope_type takes .*got 'xdrope'"),
     (call(type=["yarn"]), ValueError, "rope_type takes .*got "),
     (call(type="linear", rope_type="yarn", factor=2.0), ValueError, "agree, got yarn and linear"),
@@ -404,7 +317,17 @@ REFUSED = [
     ),
     *[
         (changed(GEMMA4, partial_rotary_factor=share), ValueError, "partial_rotary_factor takes")
-        for share in (0, 0.0, -0.25, 1.25, NAN, 1e-9, 0.3)
+        for share in (0, 0.0, -0.25, 1.25, NAN, 1e-9, 0.3, 0.314)
+    ],
+    *[
+        (changed({"type": "dynamic", "max_position": 2048}, factor=huge), ValueError, "factor takes a finite number")
+        for huge in (10**400, 1e200)
+    ],
+    (changed(DEEPSEEK, beta_slow=5e-324), ValueError, "beta_slow takes a finite number"),
+    (call(2**70), ValueError, "rope_dim must be at least 2, got rope_dim=1180591620717411303424; up to 65536"),
+    *[
+        (changed(DEEPSEEK, **{key: falsy}), TypeError, f"{key} takes a number")
+        for key in ("mscale", "mscale_all_dim") for falsy in (False, "", [])
     ],
     (changed(GEMMA4, partial_rotary_factor="0.25"), TypeError, "partial_rotary_factor takes a number"),
     (changed(GEMMA4, partial_rotary_factor=True), TypeError, "partial_rotary_factor takes a number"),
@@ -544,80 +467,6 @@ def test_table_follows_autocast_or_default_dtype(device):
 # ------------------------------------------------------------------------------------------- the reported faults
 
 
-def test_wrong_convention_after_weight_conversion():
-    """huggingface/transformers#25199: The permutation that turns Meta's weights into Hugging Face's swaps one
-    convention for the other."""
-    cos, sin = rope_table(rope_frequencies(8)[0], torch.tensor(1), dtype=torch.float64)
-    neox, interleaved = torch_rope_neox(ONE_TO_EIGHT, cos, sin), torch_rope_interleaved(ONE_TO_EIGHT, cos, sin)
-    expected = [-3.667053, 1.391008, 2.929851, 3.991998, 3.542983, 6.169692, 7.029650, 8.003996]
-    np.testing.assert_allclose(neox, expected, atol=1e-6)
-    expected = [-1.142640, 1.922076, 2.585679, 4.279517, 4.939751, 6.049699, 6.991997, 8.006996]
-    np.testing.assert_allclose(interleaved, expected, atol=1e-6)
-    perm = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    assert torch.equal(torch_rope_neox(ONE_TO_EIGHT[perm], cos, sin), interleaved[perm])
-    assert not torch.equal(perm[perm], torch.arange(8))
-    # projections of 4 query and 2 key heads: the permutation is one for each head; whole numbers, so sums are exact
-    h = randn(5, 32).mul(8).round()
-    cos, sin = (table[:, None] for table in rope_table(rope_frequencies(8)[0], 5, dtype=torch.float64))
-    for heads in (4, 2):
-        meta = randn(heads, 8, 32, seed=heads).mul(8).round()
-        q_meta, q_hf = (torch.einsum("hrd,td->thr", w, h) for w in (meta, meta[:, perm]))
-        assert torch.equal(torch_rope_neox(q_hf, cos, sin), torch_rope_interleaved(q_meta, cos, sin)[..., perm])
-        twice = torch_rope_neox(q_hf[..., perm], cos, sin)
-        never = torch_rope_neox(q_meta, cos, sin)
-        for wrong in (twice, never):
-            assert (wrong[1:] - torch_rope_interleaved(q_meta, cos, sin)[1:][..., perm]).abs().max() > 0.5
-    full = torch.cat((cos, cos), -1).transpose(0, 1), torch.cat((sin, sin), -1).transpose(0, 1)
-    theirs, _ = modeling_llama.apply_rotary_pos_emb(q_meta[None], q_meta[None], *full, unsqueeze_dim=2)
-    assert torch.equal(torch_rope_neox(q_meta, cos, sin), theirs[0])
-    paired = tuple(table.repeat_interleave(2, -1).transpose(0, 1) for table in (cos, sin))
-    x = q_meta.float()[None]
-    theirs, _ = modeling_cohere.apply_rotary_pos_emb(x, x, paired[0].float(), paired[1].float(), unsqueeze_dim=2)
-    assert torch.equal(torch_rope_interleaved(x[0], cos.float(), sin.float()), theirs[0])
-
-
-def test_gptj_taken_for_neox():
-    """vllm-project/vllm#747: GPT-J rotates adjacent pairs of the first 64 of 256 channels; at position 5 a mistake is
-    of order 1."""
-    table = rope_table(rope_frequencies(8)[0], torch.tensor(5), dtype=torch.float64)
-    np.testing.assert_allclose(torch_rope_neox(ONE_TO_EIGHT, *table)[:2], [5.078284, -1.121388], atol=1e-6)
-    np.testing.assert_allclose(torch_rope_interleaved(ONE_TO_EIGHT, *table)[:2], [2.201511, -0.391600], atol=1e-6)
-    x = randn(256)
-    cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor(5), dtype=torch.float64)
-    y = torch_partial_rope(x, cos, sin, "interleaved", 0)
-    np.testing.assert_allclose(y, plain_rope(x, 5, "interleaved", R=64), atol=1e-13)
-    assert torch.equal(y[64:], x[64:])
-
-
-def test_one_convention_for_attention_and_indexer():
-    """vllm-project/vllm#747: DeepSeek-V3.2's attention takes adjacent pairs and its indexer half-split ones, from the
-    same table."""
-    q = randn(6, 64)
-    cos, sin = rope_table(rope_frequencies(64)[0], torch.arange(5, 11), dtype=torch.float64)
-    for mode, rotate in ROTATIONS.items():
-        expected = torch.stack([plain_rope(row, 5 + t, mode) for t, row in enumerate(q)])
-        np.testing.assert_allclose(rotate(q, cos, sin), expected, atol=1e-12)
-    assert (torch_rope_neox(q, cos, sin) - torch_rope_interleaved(q, cos, sin)).abs().max() > 1
-
-
-def test_interleaved_input_comes_out_half_split():
-    """huggingface/transformers#39687: transformers' DeepSeek-V3 helper returns the even channels, then the odd: scores
-    agree, layouts do not."""
-    ids = torch.tensor([0, 1, 7, 300, 4097])
-    q, k = randn(5, 64, seed=1), randn(5, 64, seed=2)
-    cos, sin = rope_table(rope_frequencies(64)[0], ids, dtype=torch.float64)
-    full = torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None]
-    theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(q[None, None], k[None, None], *full)
-    evens_then_odds = torch.cat((torch.arange(0, 64, 2), torch.arange(1, 64, 2)))
-    ours = [torch_rope_interleaved(x, cos, sin) for x in (q, k)]
-    for mine, their in zip(ours, theirs, strict=True):
-        assert torch.equal(mine[:, evens_then_odds], their[0, 0])
-        assert (mine - their[0, 0]).abs().max() > 1 and not torch.equal(mine[0], their[0, 0, 0])
-    np.testing.assert_allclose(ours[0] @ ours[1].T, theirs[0][0, 0] @ theirs[1][0, 0].T, atol=1e-11)
-    expected = torch.stack([plain_rope(row, p, "interleaved") for row, p in zip(q, ids.tolist(), strict=True)])
-    np.testing.assert_allclose(ours[0], expected, atol=1e-12)
-
-
 def test_partial_frequencies_taken_from_head_dim():
     """pie-project/pie#602: The denominator and the pair distance are those of the 64 rotated channels, not of the
     head's 256."""
@@ -635,68 +484,6 @@ def test_partial_frequencies_taken_from_head_dim():
     full = torch.cat((cos, cos))[None, None], torch.cat((sin, sin))[None, None]
     theirs, _ = modeling_gpt_neox.apply_rotary_pos_emb(x[None, None, None], x[None, None, None], *full)
     assert torch.equal(y, theirs.flatten())
-
-
-@pytest.mark.parametrize(
-    "mode, start, expected",
-    [
-        ("neox", 0, [-1.217058, 1.715331, 2.918693, 4.130090, 5, 6, 7, 8]),
-        ("neox", None, [1, 2, 3, 4, -0.829395, 5.425763, 8.562249, 8.400065]),
-        ("interleaved", 0, [-0.560071, 2.164791, 2.712882, 4.200033, 5, 6, 7, 8]),
-        ("interleaved", None, [1, 2, 3, 4, -0.172408, 7.808347, 6.423314, 8.470008]),
-    ],
-)
-def test_partial_rotates_the_wrong_channels(mode, start, expected):
-    """ml-explore/mlx-lm#1698: Norms agree for all four choices: only the values tell."""
-    cos, sin = rope_table(rope_frequencies(4)[0], torch.tensor(7), dtype=torch.float64)
-    np.testing.assert_allclose(torch_partial_rope(ONE_TO_EIGHT, cos, sin, mode, start), expected, atol=1e-6)
-    for width, R in ((128, 64), (192, 64)):  # GLM-4's head; 128 + 64 channels of MLA
-        x = randn(3, width)
-        table = rope_table(rope_frequencies(R)[0], 3, dtype=torch.float64)
-        first = width - R if start is None else start
-        rows = [plain_rope(row, p, mode, R=R, start=first) for p, row in enumerate(x)]
-        np.testing.assert_allclose(torch_partial_rope(x, *table, mode, start), torch.stack(rows), atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("mode", ROTATIONS)
-def test_untouched_channels_lose_bits(mode, dtype):
-    """ml-explore/mlx-lm#1698: NaN payloads, −0.0, infinities, subnormals of the other channels survive to the bit."""
-    generator = torch.Generator().manual_seed(3)
-    integer = INTEGER_VIEW[dtype.itemsize]
-    limits = torch.iinfo(integer)
-    x = torch.randint(limits.min, limits.max, (5, 4, 96), generator=generator, dtype=integer).view(dtype)
-    infinity = torch.tensor(INF, dtype=dtype)
-    payload = (bits(infinity) + 5).view(dtype)  # a NaN that is not the default one
-    assert payload.isnan() and not torch.equal(bits(payload), bits(torch.tensor(NAN, dtype=dtype)))
-    special = torch.stack((payload, infinity, -infinity, torch.tensor(-0.0, dtype=dtype)))
-    cos, sin = (table[:, None] for table in rope_table(rope_frequencies(32)[0], 5))
-    for start in (0, 20, 64, None):
-        first = 64 if start is None else start
-        x[..., first : first + 32] = randn(5, 4, 32, dtype=dtype)
-        others = torch.cat((torch.arange(first), torch.arange(first + 32, 96)))
-        x[..., others[[0, 5, -7, -1]]] = special
-        before = bits(x).clone()
-        y = torch_partial_rope(x, cos, sin, mode, start)
-        assert torch.equal(bits(y)[..., others], before[..., others]) and torch.equal(bits(x), before)
-        assert y[..., first : first + 32].isfinite().all()
-        rotated = ROTATIONS[mode](x[..., first : first + 32], cos, sin)
-        assert torch.equal(bits(y[..., first : first + 32]), bits(rotated))
-        assert not torch.equal(bits(rotated)[1:], before[1:, :, first : first + 32])
-
-
-@pytest.mark.parametrize("mode", ROTATIONS)
-def test_partial_of_full_or_zero_width(mode):
-    """ml-explore/mlx-lm#1698, ohdearquant/lattice#401: R = width is the full rotation and R = 0 the identity, down to
-    NaN payloads."""
-    x = randn(5, 64)
-    cos, sin = rope_table(rope_frequencies(64)[0], 5, dtype=torch.float64)
-    for start in (None, 0):
-        assert torch.equal(torch_partial_rope(x, cos, sin, mode, start), ROTATIONS[mode](x, cos, sin))
-    x[0, :3] = torch.tensor([NAN, -INF, -0.0])
-    empty = rope_table(torch.empty(0, dtype=torch.float64), 5)
-    for start in (None, 0, 7, 64):
-        assert torch.equal(bits(torch_partial_rope(x, *empty, mode, start)), bits(x))
 
 
 def test_positions_and_frequencies_in_low_precision():
@@ -952,122 +739,6 @@ def test_gradient_with_the_wrong_sign(mode, scale):
     np.testing.assert_allclose(grad.double(), exact, rtol=2**-7, atol=2**-8)
 
 
-# ----------------------------------------------------------------------------- partial rotation in transformers' models
-
-
-def doubled(table):
-    """The layout that most models take: both halves the same, with a batch axis."""
-    return torch.cat((table, table), -1)[None]
-
-
-def gpt_neox(x, cos, sin):
-    return modeling_gpt_neox.apply_rotary_pos_emb(x, x, doubled(cos), doubled(sin))[0]
-
-
-def glm(x, cos, sin):
-    return modeling_glm.apply_rotary_pos_emb(x, x, doubled(cos), doubled(sin))[0]
-
-
-def glm4(x, cos, sin):
-    return modeling_glm4.apply_rotary_pos_emb(x, x, doubled(cos), doubled(sin))[0]
-
-
-def deepseek_v4(x, cos, sin):
-    return modeling_deepseek_v4.apply_rotary_pos_emb(x, cos[None], sin[None])
-
-
-def gemma4(x, cos, sin):
-    return modeling_gemma4.apply_rotary_pos_emb(x, doubled(cos), doubled(sin))
-
-
-def through_attention(attention, x, monkeypatch, **arguments):
-    """Run a whole attention layer whose query projection yields x, and return the query that reaches the scores."""
-    seen, matmul = [], torch.matmul
-
-    def noted(query, *rest):
-        seen.append(query)
-        return matmul(query, *rest)
-
-    monkeypatch.setattr(torch, "matmul", noted)  # the scores are the first product that the layer takes
-    batch, heads, length, width = x.shape
-    rows = x.transpose(1, 2).reshape(batch, length, heads * width)
-    attention.q_proj.forward = lambda hidden: rows
-    attention(torch.zeros(batch, length, attention.config.hidden_size), **arguments)
-    return seen[0]
-
-
-def phi(x, cos, sin, monkeypatch):
-    config = PhiConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
-    attention = modeling_phi.PhiAttention(config, layer_idx=0)
-    return through_attention(
-        attention, x, monkeypatch, position_embeddings=(doubled(cos), doubled(sin)), attention_mask=None
-    )
-
-
-def stablelm(x, cos, sin, monkeypatch):
-    config = StableLmConfig(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager")
-    attention = modeling_stablelm.StableLmAttention(config, layer_idx=0)
-    return through_attention(
-        attention, x, monkeypatch, position_embeddings=(doubled(cos), doubled(sin)), attention_mask=None
-    )
-
-
-def gptj(x, cos, sin, monkeypatch):
-    config = GPTJConfig(n_embd=512, n_head=2, rotary_dim=64, attn_implementation="eager")
-    attention = modeling_gptj.GPTJAttention(config, layer_idx=0)
-    if "position_embeddings" in inspect.signature(attention.forward).parameters:
-        return through_attention(attention, x, monkeypatch, position_embeddings=(sin[None], cos[None]))
-    attention.embed_positions = torch.cat((sin, cos), -1)  # older releases gather the rows themselves
-    return through_attention(attention, x, monkeypatch, position_ids=torch.arange(len(sin))[None])
-
-
-MODELS = {  # head width, R, the call that reproduces the model, the model's own code
-    "GPT-NeoX": (96, 24, dict(mode="neox", start=0), gpt_neox),
-    "GPT-J": (256, 64, dict(mode="interleaved", start=0), gptj),
-    "GLM": (128, 64, dict(mode="interleaved", start=0), glm),
-    "GLM-4": (128, 64, dict(mode="interleaved", start=0), glm4),
-    "Phi": (64, 32, dict(mode="neox", start=0), phi),
-    "StableLM": (80, 20, dict(mode="neox", start=0), stablelm),
-    "DeepSeek-V4": (512, 64, dict(mode="interleaved", start=None), deepseek_v4),
-    "Gemma-4": (512, 512, dict(mode="neox", start=0), gemma4),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_partial_rotation_of_models(name, monkeypatch):
-    """Bit for bit the same, from the same float32 tables, and no other choice of pairs and channels gives that."""
-    width, R, choice, model = MODELS[name]
-    inv_freq, _ = rope_frequencies(R, scaling=GEMMA4 if name == "Gemma-4" else None)
-    cos, sin = rope_table(inv_freq, torch.tensor([1, 2, 7, 300, 4097]))
-    x = randn(2, 2, 5, width, dtype=torch.float32)
-    theirs = model(x, cos, sin, monkeypatch) if model in (phi, stablelm, gptj) else model(x, cos, sin)
-    assert torch.equal(torch_partial_rope(x, cos, sin, **choice), theirs)
-    for mode, start in itertools.product(ROTATIONS, {0, width - R}):
-        same = mode == choice["mode"] and start in (choice["start"], width - R if choice["start"] is None else 0)
-        assert torch.equal(torch_partial_rope(x, cos, sin, mode, start), theirs) == same
-    if name == "DeepSeek-V4":  # the one that computes in float32 whatever x is
-        half = x.bfloat16()
-        assert torch.equal(torch_partial_rope(half, cos, sin, **choice), model(half, cos, sin))
-    if name == "Gemma-4":  # its untouched channels lie in both halves: pairs of frequency zero
-        untouched = torch.cat((torch.arange(64, 256), torch.arange(320, 512)))
-        assert torch.equal(theirs[..., untouched], x[..., untouched])
-        assert not torch.isclose(theirs[..., :64], x[..., :64]).all() and int((inv_freq > 0).sum()) == 64
-
-
-def test_partial_rotation_of_deepseek_v3(monkeypatch):
-    """The last 64 of 128 + 64 channels, adjacent pairs; its helper then stores evens before odds."""
-    small = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=32, q_lora_rank=None)
-    config = DeepseekV3Config(**small, attn_implementation="eager")
-    attention = modeling_deepseek_v3.DeepseekV3Attention(config, layer_idx=0)
-    cos, sin = rope_table(rope_frequencies(64)[0], torch.tensor([1, 2, 7, 300, 4097]))
-    x = randn(2, 2, 5, 192, dtype=torch.float32)
-    theirs = through_attention(
-        attention, x, monkeypatch, position_embeddings=(doubled(cos), doubled(sin)), attention_mask=None
-    )
-    order = torch.cat((torch.arange(128), torch.arange(128, 192, 2), torch.arange(129, 192, 2)))
-    assert torch.equal(torch_partial_rope(x, cos, sin, "interleaved")[..., order], theirs)
-
-
 def test_frequencies_and_tables_of_models():
     """What the models' own rotary modules give for a default config: R, cos and sin at the first 200 positions."""
     ids = torch.arange(200)[None]
@@ -1112,6 +783,57 @@ def test_multi_axis_positions_of_qwen2_vl():
     full = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     rotated, _ = modeling_qwen2_vl.apply_rotary_pos_emb(x, x, *full)
     assert torch.equal(torch_rope_neox(x, cos[:, None], sin[:, None]), rotated)
+
+
+@pytest.mark.parametrize(
+    "R, scaling, same",
+    [
+        (64, {**GPT_OSS, "truncate": None}, GPT_OSS),  # transformers reads null as false
+        (64, {**YARN_64, "factor": 40.0, "mscale_all_dim": 0.7}, {**YARN_64, "factor": 40.0}),
+        (96, {**PHI35, "factor": 2.0, "long_factor": tuple(LONG)}, {**PHI35, "factor": 2.0}),
+        (96, {**PHI35, "factor": 2.0, "type": "su"}, {**PHI35, "factor": 2.0}),
+        (96, {**PHI35, "factor": 2.0, "type": "su", "rope_type": "longrope"}, {**PHI35, "factor": 2.0}),
+        (64, {**DEEPSEEK, "type": "deepseek_yarn"}, DEEPSEEK),
+        (128, {"type": "mrope", "mrope_section": [16, 24, 24], "rope_type": "default"}, None),
+    ],
+)
+def test_spelled_otherwise_and_the_same(R, scaling, same):
+    (got, factor), (right, right_factor) = (rope_frequencies(R, 1e5, keys, seq_len=5000) for keys in (scaling, same))
+    assert torch.equal(got, right) and factor == right_factor and type(factor) is float
+
+
+def test_yarn_with_equal_betas_is_a_step():
+    scaling = {**YARN_64, "factor": 4.0, "beta_fast": 8, "beta_slow": 8, "truncate": False}
+    np.testing.assert_allclose(rope_frequencies(64, 1e4, scaling)[0], by_hand(64, scaling)[0], rtol=1e-12)
+
+
+def test_alpha_stretches_the_base_at_any_length():
+    """onnxruntime/mobius#293: Hunyuan's alpha, beside a factor that plays no part."""
+    for seq_len in (None, 16, 10**6):
+        scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+        inv_freq, factor = rope_frequencies(128, 1e4, scaling, seq_len=seq_len, max_position=2048)
+        np.testing.assert_allclose(inv_freq[[0, 1, 31, 63]], [1, 0.7760344, 3.857532e-4, 1.154782e-7], rtol=1e-6)
+        assert factor == 1.0
+
+
+def test_mscale_of_phi_moe_wins_over_the_formula():
+    """lablup/mlxcel#1358: short_mscale up to the original length, long_mscale beyond."""
+    scaling = {**PHI35, "short_mscale": 1.25, "long_mscale": 1.243163121}
+    for seq_len, right in ((None, 1.25), (4096, 1.25), (4097, 1.243163121)):
+        assert rope_frequencies(96, 1e4, scaling, seq_len=seq_len, max_position=131072)[1] == right
+
+
+@pytest.mark.parametrize("R, scaling", [(96, {**PHI35, "factor": 2.0}), (64, GEMMA4)])
+def test_frequencies_under_another_default_device(R, scaling):
+    right, _ = rope_frequencies(R, 1e4, scaling)
+    with torch.device("meta"):
+        got, _ = rope_frequencies(R, 1e4, scaling)
+    assert torch.equal(got, right)
+
+
+def test_attention_factor_is_a_float():
+    for scaling in ({**PHI35, "attention_factor": 1}, {**YARN_64, "factor": 2, "attention_factor": 1}):
+        assert type(rope_frequencies(96, 1e4, scaling)[1]) is float
 
 
 def test_longrope_with_attention_factor_needs_no_factor():
