@@ -112,24 +112,51 @@ def cuda_source(factory, *args, **kwargs):
     return source[source.rindex('extern "C"') :].rstrip() + "\n"
 
 
-def global_accesses(source, names=("x", "cos", "sin", "y")):
-    """Count the accesses to global memory in generated CUDA: {(tensor, "load" or "store"): {bytes: count}}.
+def accesses(source, names=("x", "cos", "sin", "y")):
+    """List the accesses to global memory in generated CUDA: (tensor, "load" or "store", bytes a thread moves, index).
 
-    Counts are of instructions in the text, a loop body once; plain indexing counts as 2 bytes.
+    One for each access in the text, a loop body once; plain indexing counts as 2 bytes.
     """
     widths = {"uint4": 16, "float4": 16, "uint2": 8, "float2": 8, "uint1": 4, "int": 4}
-    counts = {}
+    # either *(uint4*)(x + …) or x[…]; TileLang renames cos and sin to cos_1 and sin_1
+    pattern = re.compile(rf"(?:\*\((\w+)\*\)\(({'|'.join(names)})(?:_1)? \+ |\b({'|'.join(names)})(?:_1)?\[)")
+    found = []
     for line in source.splitlines()[1:]:
-        for name in names:
-            # either *(uint4*)(x + …) or x[…]; TileLang renames cos and sin to cos_1 and sin_1
-            pattern = rf"(?:\*\((\w+)\*\)\({name}(?:_1)? \+|\b{name}(?:_1)?\[)"
-            for match in re.finditer(pattern, line):
-                stored = line[: match.start()].strip() == ""
-                key = (name, "store" if stored else "load")
-                width = widths[match.group(1)] if match.group(1) else 2
-                counts.setdefault(key, {}).setdefault(width, 0)
-                counts[key][width] += 1
+        for match in pattern.finditer(line):
+            depth, end = 1, match.end()
+            while depth:  # up to the bracket that closes the index
+                depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(line[end], 0)
+                end += 1
+            kind = "load" if line[: match.start()].strip() else "store"
+            index = line[match.end() : end - 1].removeprefix("(")  # brackets surround every sum
+            index = index[: len(index) - (index.count(")") - index.count("("))]
+            found.append((match[2] or match[3], kind, widths.get(match[1], 2), index))
+    return found
+
+
+def global_accesses(source, names=("x", "cos", "sin", "y")):
+    """Count them: {(tensor, "load" or "store"): {bytes: count}}."""
+    counts = {}
+    for tensor, kind, width, _ in accesses(source, names):
+        widths = counts.setdefault((tensor, kind), {})
+        widths[width] = widths.get(width, 0) + 1
     return counts
+
+
+def short_source(factory, *args, **kwargs):
+    """Return the CUDA kernel with `t` for the thread's number in its block, and `block` for the block's."""
+    source = cuda_source(factory, *args, **kwargs)
+    return source.replace("((int)threadIdx.x)", "t").replace("((int)blockIdx.x)", "block")
+
+
+def addresses(source, index, block=0, bytes_an_element=2):
+    """Evaluate an index of a short source: the first byte that each lane touches, a row of 32 for each request."""
+    names = {"t": torch.arange(threads_at_work(source)[0]), "block": block}
+    for loop, steps in re.findall(r"for \(int (\w+) = 0; \w+ < (\d+);", source):
+        if re.search(rf"\b{loop}\b", index):
+            names[loop] = torch.arange(int(steps)).unsqueeze(1)
+    # integer arithmetic means the same in C and in Python
+    return (bytes_an_element * eval(index, names)).reshape(-1, 32)
 
 
 UNWRITTEN = "Not written yet: put your lines in the place of `...`"
@@ -152,7 +179,7 @@ class Verdict:
 def threads_at_work(source):
     """Return how many threads of a block work, and how many there are, from a kernel's generated CUDA."""
     started = int(re.search(r"__launch_bounds__\((\d+)", source)[1])
-    guard = re.search(r"threadIdx\.x\) < (\d+)", source)
+    guard = re.search(r"(?:threadIdx\.x\)|\(t) < (\d+)", source)
     return int(guard[1]) if guard else started, started
 
 

@@ -69,7 +69,7 @@ def told(error, function):
     path = function.__code__.co_filename
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if "Compilation Failed" in str(error):
-        return "the generated C does not compile; is one of your names a word of C, such as `signed` or `new`?"
+        return "the generated C does not compile: perhaps one of your names is a word of C, such as `signed` or `new`"
     words = [line for line in str(error).splitlines() if line.strip()] or [""]
     where = f", in the line `{linecache.getline(path, lines[-1]).strip()}`" if lines else ""
     return f"{type(error).__name__}: {words[0].strip()[:200]}{where}"

@@ -312,8 +312,8 @@ def test_accesses_are_as_wide_as_the_strides_allow(width, heads_q, per_thread):
 
 
 def test_accesses_are_wide_in_place_for_trailing_channels_and_in_float32():
-    assert accesses(32, 8, 128, 128, mode="interleaved", inplace=True, batched=True, width=8) == ({16}, {16}, {32})
-    assert accesses(32, 8, 192, 64, 128, "interleaved", width=8) == ({16}, {16}, {32})
+    assert accesses(32, 8, 128, 128, mode="interleaved", inplace=True, batched=True, width=8) == ({16}, {16}, {16})
+    assert accesses(32, 8, 192, 64, 128, "interleaved", width=8) == ({16}, {16}, {16})
     assert accesses(14, 2, 128, 64, 32, width=8, table_dtype="bfloat16") == ({16}, {16}, {16})  # passed on both sides
     assert accesses(32, 8, 128, 128, dtype="float32", width=8) == ({16}, {16}, {16})
     assert accesses(32, 8, 80, 20, width=8) == ({4, 8}, {4, 8}, {8})  # what passes moves by more than what turns
