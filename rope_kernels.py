@@ -1,5 +1,13 @@
 """Rotary position embedding (RoPE) in TileLang: references in torch, and kernels judged by them.
 
+Four rooms: references (what is right), tables (which angles a model's config asks for), kernels, and the op.
+The kernels are a ladder, one idea a rung:
+
+    ① rope_neox_naive           one row a block, as the formula says it
+    ② rope_neox_blocked         16 rows a block: fewer blocks to start
+    ③ rope_interleaved_blocked  the same for the other pairing
+    ④ rope_per_token            one table row, gathered by position id, for all heads of a token; `apply_rope` runs it
+
 Run `python rope_kernels.py` to check every kernel on the device of this machine.
 TileLang reads annotations when a kernel is built, so `from __future__ import annotations`
 must not stand in a file that holds these factories.
