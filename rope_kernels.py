@@ -653,7 +653,7 @@ def rope_per_token(
     threads=128,
     trigger=False,
 ):
-    """Build kernel ④: a token's table row is read once, by its position id, and used by all heads of q and k.
+    """Build kernel ④: a token's table row, gathered by its position id, comes from memory once and serves all heads.
 
         y[t,h,start:start+R] = rope_mode(q[t,h,start:start+R], cos[positions[t]], ±sin[positions[t]])
         y[t,h,j]             = q[t,h,j] elsewhere, and likewise z from k          − where inverse
@@ -665,8 +665,8 @@ def rope_per_token(
     Strides: channels side by side; all others are free on CUDA, those of contiguous tensors on the C backend. `width`
     is the widest access in elements: addresses and strides are multiples of it, the tables' in their own elements.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
-    Ids outside 0 … P−1 give NaN. From sm_90 on the kernel starts before the one ahead of it in the stream has ended
-    (programmatic dependent launch), and waits for that end before it reads or writes.
+    Ids outside 0 … P−1 give NaN in the channels that turn. From sm_90 on the kernel starts before the one ahead of it
+    in the stream has ended (programmatic dependent launch), and waits for that end before it reads or writes.
     For speed alone: per_thread, heads a thread takes; threads, about how many a block has; trigger, whether the next
     kernel may start as early.
     Errors: ValueError naming the argument that is out of range.
@@ -775,7 +775,7 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         return start + (part * half + lane * vec if apart else 2 * lane + part)
 
     def passed(lane, part):
-        channel = T.min((2 * lane + part) * wide, D - R - wide)  # the last vector perhaps twice
+        channel = T.min((2 * lane + part) * wide, D - R - wide)  # if odd in number, one thread copies the last twice
         return channel + T.if_then_else(channel < start, 0, R)
 
     def move(way, vector, i, q, k, token, head, channel, count):
@@ -797,6 +797,7 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         s = T.alloc_local((vec,), table_dtype)
         # x first: its loads are under way while the id, then the row that it names, arrive. A thread without a head,
         # at the end of a token's last block, reads the last head along and stores nothing: no branch holds up the id.
+        # In place that is safe too: both partners of a pair are read before either is written.
         for i in T.unroll(2 * per_thread):  # two vectors of each head
             head = T.min(first + i // 2 * slots, heads - 1)
             move("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
