@@ -780,9 +780,9 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
 
     def move(way, vector, i, q, k, token, head, channel, count):
         """Load or store `count` channels of a head of q or, past q's own, of k."""
-        in_q, in_k = (
-            (T.min(head, heads_q - 1), T.max(head - heads_q, 0)) if on_c else (head, head - heads_q)
-        )  # C checks
+        in_q, in_k = head, head - heads_q
+        if on_c:  # where TileLang checks the bounds of both addresses, that of the one not used as well
+            in_q, in_k = T.min(in_q, heads_q - 1), T.max(in_k, 0)
         either = T.address_of(q[(*token, in_q, 0)]), T.address_of(k[(*token, in_k, 0)]), head < heads_q
         T.evaluate(T.call_extern("handle", way, T.address_of(vector[i]), *either, channel * size, count * size))
 
@@ -790,17 +790,27 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         ends = T.address_of(vector[i]), T.address_of(table[index, 0])
         T.evaluate(T.call_extern("handle", "load_row", *ends, column * table_size, vec // pieces * table_size))
 
+    # A thread without a head, at the end of a token's last block, reads the last head along and stores nothing: no
+    # branch holds up the id. In place that is safe too: both partners of a pair are read before either is written.
+    @T.macro
+    def load_heads(x, q, k, token, first, lane, channel, count):
+        for i in T.unroll(2 * per_thread):  # two vectors of each head
+            head = T.min(first + i // 2 * slots, heads - 1)
+            move("load", x, i * count, q, k, token, head, channel(lane, i % 2), count)
+
+    @T.macro
+    def store_heads(x, y, z, token, first, lane, channel, count):
+        for i in T.unroll(2 * per_thread):
+            if first + i // 2 * slots < heads:
+                move("store", x, i * count, y, z, token, first + i // 2 * slots, channel(lane, i % 2), count)
+
     @T.macro
     def turn(q, k, cos, sin, positions, y, z, token, first, lane):
         x = T.alloc_local((2 * per_thread * vec,), dtype)
         c = T.alloc_local((vec,), table_dtype)
         s = T.alloc_local((vec,), table_dtype)
-        # x first: its loads are under way while the id, then the row that it names, arrive. A thread without a head,
-        # at the end of a token's last block, reads the last head along and stores nothing: no branch holds up the id.
-        # In place that is safe too: both partners of a pair are read before either is written.
-        for i in T.unroll(2 * per_thread):  # two vectors of each head
-            head = T.min(first + i // 2 * slots, heads - 1)
-            move("load", x, i * vec, q, k, token, head, turned(lane, i % 2), vec)
+        # x first: its loads are under way while the id, then the row that it names, arrive
+        load_heads(x, q, k, token, first, lane, turned, vec)
         index = positions[token] if gathered else token[-1]
         if (index >= 0) & (index < cos.shape[0]):
             for piece in T.unroll(pieces):
@@ -817,19 +827,13 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
                 cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
                 x[one] = T.cast(a * cj - b * sj, dtype)
                 x[two] = T.cast(b * cj + a * sj, dtype)
-        for i in T.unroll(2 * per_thread):
-            if first + i // 2 * slots < heads:
-                move("store", x, i * vec, y, z, token, first + i // 2 * slots, turned(lane, i % 2), vec)
+        store_heads(x, y, z, token, first, lane, turned, vec)
 
     @T.macro
     def carry(q, k, y, z, token, first, lane):
         x = T.alloc_local((2 * per_thread * wide,), dtype)
-        for i in T.unroll(2 * per_thread):
-            head = T.min(first + i // 2 * slots, heads - 1)
-            move("load", x, i * wide, q, k, token, head, passed(lane, i % 2), wide)
-        for i in T.unroll(2 * per_thread):
-            if first + i // 2 * slots < heads:
-                move("store", x, i * wide, y, z, token, first + i // 2 * slots, passed(lane, i % 2), wide)
+        load_heads(x, q, k, token, first, lane, passed, wide)
+        store_heads(x, y, z, token, first, lane, passed, wide)
 
     @T.macro
     def work(q, k, cos, sin, positions, y, z, token, head, item):
@@ -1265,7 +1269,7 @@ def _self_check():
         cos, sin = (table.to(device) for table in rope_table(rope_frequencies(64)[0], 400))
         pairs = []
         for mode in ("neox", "interleaved"):
-            for tokens in (9, 300):  # in each of two texts: with up to 512 in all a thread takes one head, then two
+            for tokens in (9, 2000):  # in each of two texts: with few an access moves 8 bytes, with many 16
                 ids = torch.randint(1, 400, (2, tokens), device=device)
                 packed = torch.randn(2, tokens, 5 + 2 + 2, 96, device=device).to(getattr(torch, dtype))
                 q, k, _ = packed.split((5, 2, 2), dim=2)
