@@ -13,6 +13,7 @@ TileLang reads annotations when a kernel is built, so `from __future__ import an
 must not stand in a file that holds these factories.
 """
 
+import collections
 import copy
 import functools
 import inspect
@@ -950,136 +951,145 @@ def apply_rope(q, k, cos, sin, positions=None, *, mode="neox", start=None, inver
     under torch.func; IndexError for an id outside 0 … P−1 on the CPU. On CUDA, where looking would synchronise, such
     tokens come out NaN.
     """
-    start = _check(q, k, cos, sin, positions, mode, start, inverse, inplace)
-    if not cos.shape[1]:  # nothing turns
-        return (q, k) if inplace else (q.clone(), k if k is None else k.clone())
-    wants_grad = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
-    if inplace and wants_grad:
-        raise ValueError("inplace=True would write into a tensor that wants a gradient: leave it out")
-    # straight to the kernel, unless torch has to see the op: to differentiate, to trace, or for shapes alone
-    direct = type(q) is torch.Tensor and not (wants_grad or q.is_meta or torch.compiler.is_compiling())
-    if inplace:
-        (_rotate_inplace if direct else _inplace_op)(q, k, cos, sin, positions, mode, start, inverse)
-        return q, k
-    y, z = (_rotate if direct else _op)(q, k, cos, sin, positions, mode, start, inverse)
-    return y, None if k is None else z
-
-
-_FLOATS, _INTEGERS = (torch.float16, torch.bfloat16, torch.float32), (torch.int32, torch.int64)
-
-
-def _check(q, k, cos, sin, positions, mode, start, inverse, inplace):
-    """Refuse bad input by name; return the first rotated channel."""
-    dtype, device, table_dtype = getattr(q, "dtype", None), getattr(q, "device", None), getattr(cos, "dtype", None)
-    eager = not torch.compiler.is_compiling()
-    for name, x, dtypes in (
-        ("q", q, _FLOATS),
-        ("k", k, (dtype,)),
-        ("cos", cos, (torch.float32, dtype)),
-        ("sin", sin, (table_dtype,)),
-        ("positions", positions, _INTEGERS),
-    ):
-        if x is None and (name == "k" or name == "positions"):
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} takes a tensor, got {x!r}")
-        if type(x) is not torch.Tensor and hasattr(x, "to_local"):
-            raise TypeError(f"{name} takes a tensor on one device, got {type(x).__name__}: pass {name}.to_local()")
-        if x.layout is not torch.strided or x.is_nested or (eager and x.is_neg()):  # an address hides all of it
-            raise TypeError(f"{name} takes a dense tensor, not lazily negated: try .to_dense() or .resolve_neg()")
-        if x.dtype not in dtypes:
-            raise TypeError(f"{name} takes {' or '.join(map(str, dtypes))}, got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} takes q's device {device}, got {x.device}")
-    if not (q.is_cuda or q.is_cpu or q.is_meta):
-        raise ValueError(f"q takes a tensor on CPU or CUDA, got one on {device}")
-    shape, table_shape = q.shape, cos.shape
-    if len(shape) not in (3, 4):
-        raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(shape)}")
-    seq, D = shape[-3], shape[-1]
-    if k is not None:
-        other = k.shape
-        if len(other) != len(shape) or other[0] != shape[0] or other[-3] != seq or other[-1] != D:
-            raise ValueError(f"k takes q's shape {tuple(shape)} but for the heads, got {tuple(other)}")
-    if len(table_shape) != 2:
-        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(table_shape)}")
-    if sin.shape != table_shape:
-        raise ValueError(f"sin takes cos's shape {tuple(table_shape)}, got {tuple(sin.shape)}")
-    rows, columns = table_shape
-    R = 2 * columns
-    if D < R:
-        raise ValueError(f"cos has {columns} columns, so R={R}; q is only D={D} wide")
-    if cos.requires_grad or sin.requires_grad:
-        name = "cos" if cos.requires_grad else "sin"
-        raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
-    if positions is None:
-        if seq > rows:
-            raise IndexError(f"positions 0 … {seq - 1} do not fit a table of {rows} rows")
-    elif positions.shape not in ((seq,), shape[:-2]) and (len(shape) == 3 or positions.shape != (1, seq)):
-        raise ValueError(f"positions takes the shape {tuple(shape[:-2])} or ({seq},), got {tuple(positions.shape)}")
-    if mode != "neox" and mode != "interleaved":
+    if mode not in ("neox", "interleaved"):
         raise ValueError(f"mode takes 'neox' or 'interleaved', got {mode!r}")
     if type(inverse) is not bool or type(inplace) is not bool:
         raise TypeError(f"inverse and inplace take True or False, got inverse={inverse!r}, inplace={inplace!r}")
-    if start is None:
-        if 0 < R < D:
-            raise ValueError(f"start must be said when R={R} < D={D}: 0 for leading, {D - R} for trailing")
-        start = 0
-    if type(start) is not int:
+    if start is not None and type(start) is not int:
         raise TypeError(f"start takes an integer, got {start!r}")
-    if not 0 <= start <= D - R:
-        raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
-    if eager:
-        forward = torch.autograd.forward_ad
-        if torch._C._are_functorch_transforms_active() or (
-            forward._current_level >= 0
-            and any(x is not None and forward.unpack_dual(x).tangent is not None for x in (q, k, cos, sin))
-        ):
-            raise NotImplementedError("apply_rope knows no forward mode or torch.func: use torch_partial_rope there")
-    return start
+    traced, forward = torch.compiler.is_compiling(), torch.autograd.forward_ad
+    if not traced and (
+        torch._C._are_functorch_transforms_active()
+        or forward._current_level >= 0
+        and any(isinstance(x, torch.Tensor) and forward.unpack_dual(x).tangent is not None for x in (q, k, cos, sin))
+    ):
+        raise NotImplementedError("apply_rope knows no forward mode or torch.func: use torch_partial_rope there")
+    plain = not traced and type(q) is torch.Tensor  # otherwise torch looks on, and there may be no memory
+    apart = k.data_ptr() - q.data_ptr() if inplace and plain and isinstance(k, torch.Tensor) else 0
+    run = (_prepared if plain else _prepare)(  # a call that looks like one before it finds its kernel at once
+        _form("q", q, plain), _form("k", k, plain), _form("cos", cos, plain), _form("sin", sin, plain),
+        _form("positions", positions, plain), apart, mode, start, inverse, inplace, torch.is_grad_enabled(), plain,
+    )  # fmt: skip
+    return run(q, k, cos, sin, positions)
 
 
-def _rows(x):
-    """Return x and a tensor for its result, both with channels side by side: all the kernel asks of a layout."""
-    if x.stride()[-1] == 1:
-        y = torch.empty_like(x)
-        if y.stride()[-1] == 1:  # torch lays it out by x's strides: not so where channels are reached twice
-            return x, y
-    x = x.contiguous()
-    return x, torch.empty_like(x)
+_Form = collections.namedtuple("_Form", "dtype device shape strides address learned")
 
 
-def _rotate(q, k, cos, sin, positions, mode, start, inverse):
-    """Out of place; without k the second tensor is empty."""
-    q, y = _rows(q)
-    k, z = (None, None) if k is None else _rows(k)
-    _launch(q, k, cos, sin, positions, mode, start, inverse, y, z)
-    return y, q.new_empty(0) if k is None else z
+def _form(name, x, plain):
+    """Return what a call is checked and its kernel is chosen by: all of a tensor but its values."""
+    if type(x) is not torch.Tensor:
+        if x is None and name in ("k", "positions"):
+            return None
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} takes a tensor, got {x!r}")
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name} takes a tensor on one device, got {type(x).__name__}: pass {name}.to_local()")
+    try:
+        if plain and not x.is_neg():
+            return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.requires_grad
+        if not plain and x.layout is torch.strided and not x.is_nested:
+            return x.dtype, x.device, x.shape, x.stride(), 0, x.requires_grad
+    except RuntimeError:  # not dense, so that it has no address
+        pass
+    raise TypeError(f"{name} takes a dense tensor, not lazily negated: try .to_dense() or .resolve_neg()")
 
 
-def _rotate_inplace(q, k, cos, sin, positions, mode, start, inverse):
-    """In place, where no element is reached twice."""
-    beside = () if k is None else (k.shape, k.stride(), (k.data_ptr() - q.data_ptr()) // q.element_size())
-    if fault := _fault(q.shape, q.stride(), *beside):
+def _prepare(q, k, cos, sin, positions, apart, mode, start, inverse, inplace, grad, plain):
+    """Check a call by the forms of its tensors; return the function of the tensors that carries it out."""
+    q, k, cos, sin, positions = (form and _Form(*form) for form in (q, k, cos, sin, positions))
+    start = _check(q, k, cos, sin, positions, start)
+
+    def kept(x):
+        return x if inplace or x is None else x.clone()
+
+    if not cos.shape[1]:  # nothing turns
+        return lambda q, k, *_: (kept(q), kept(k))
+    wants_grad = grad and (q.learned or (k is not None and k.learned))
+    if inplace and wants_grad:
+        raise ValueError("inplace=True would write into a tensor that wants a gradient: leave it out")
+    if wants_grad or not plain or q.device.type == "meta":  # torch has to see the op
+
+        def through_torch(q, k, *rest):
+            if inplace:
+                _inplace_op(q, k, *rest, mode, start, inverse)
+                return q, k
+            y, z = _op(q, k, *rest, mode, start, inverse)
+            return y, None if k is None else z
+
+        return through_torch
+    if inplace and (fault := _fault(q, k, apart // q.dtype.itemsize)):
         raise ValueError(f"inplace=True takes {fault}")
-    _launch(q, k, cos, sin, positions, mode, start, inverse, q, k)
-    torch.autograd.graph.increment_version([q] if k is None else [q, k])  # so that autograd sees the write
+    again = functools.partial(apply_rope, mode=mode, start=start, inverse=inverse, inplace=inplace)
+    if any(x and 0 in x.shape for x in (q, k)):  # what has elements, alone
+        return lambda q, k, *rest: tuple(
+            kept(x) if x is None or not x.numel() else again(x, None, *rest)[0] for x in (q, k)
+        )
+    if q.device.type == "cpu":
+        return functools.partial(_rotate_in_c, mode=mode, start=start, inverse=inverse, inplace=inplace)
+    return _on_cuda(q, k, cos, sin, positions, mode, start, inverse, inplace, again)
 
 
-@functools.lru_cache(maxsize=4096)
-def _fault(q_shape, q_strides, k_shape=(0,), k_strides=(), apart=0):
-    """Say why q, and k `apart` elements behind it, can't be written in place by their layouts, or nothing."""
-    axes = []
-    for name, shape, strides in (("q", q_shape, q_strides), ("k", k_shape, k_strides)):
-        if 0 in shape:
+_prepared = functools.lru_cache(maxsize=4096)(_prepare)
+
+
+def _check(q, k, cos, sin, positions, start):
+    """Refuse forms that don't fit each other, by name; return the first rotated channel."""
+    for name, x, dtypes in (
+        ("q", q, (torch.float16, torch.bfloat16, torch.float32)),
+        ("k", k, (q.dtype,)),
+        ("cos", cos, (torch.float32, q.dtype)),
+        ("sin", sin, (cos.dtype,)),
+        ("positions", positions, (torch.int32, torch.int64)),
+    ):
+        if x is None:
             continue
-        if strides[-1] != 1:
-            return f"{name} with channels side by side, got strides {strides}"
-        axes.append(sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1))
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name} takes {' or '.join(map(str, dtypes))}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} takes q's device {q.device}, got {x.device}")
+        if x.learned and (x is cos or x is sin):
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"q takes a tensor on CPU or CUDA, got one on {q.device}")
+    if len(q.shape) not in (3, 4):
+        raise ValueError(f"q takes (tokens, heads, D) or (batch, seq, heads, D), got {tuple(q.shape)}")
+    *lead, _, D = q.shape
+    if k is not None and (len(k.shape) != len(q.shape) or [*k.shape[:-2], k.shape[-1]] != [*lead, D]):
+        raise ValueError(f"k takes q's shape {tuple(q.shape)} but for the heads, got {tuple(k.shape)}")
+    if len(cos.shape) != 2:
+        raise ValueError(f"cos takes (P, R/2), one column a pair, got {tuple(cos.shape)}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin takes cos's shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    rows, R = cos.shape[0], 2 * cos.shape[1]
+    if D < R:
+        raise ValueError(f"cos has {cos.shape[1]} columns, so R={R}; q is only D={D} wide")
+    seq = lead[-1]
+    if positions is None:
+        if seq > rows:
+            raise IndexError(f"positions 0 … {seq - 1} do not fit a table of {rows} rows")
+    elif [*positions.shape] not in ([seq], lead, [1] * (len(lead) - 1) + [seq]):
+        raise ValueError(f"positions takes the shape {tuple(lead)} or ({seq},), got {tuple(positions.shape)}")
+    if start is None and 0 < R < D:
+        raise ValueError(f"start must be said when R={R} < D={D}: 0 for leading, {D - R} for trailing")
+    if not 0 <= (start or 0) <= D - R:
+        raise ValueError(f"start takes 0 … {D - R} for R={R} of D={D}, got start={start}")
+    return start or 0
+
+
+def _fault(q, k, apart):
+    """Say why q, and k `apart` elements behind it, can't be written in place by their forms, or nothing."""
+    axes = []
+    for name, x in (("q", q), ("k", k)):
+        if x is None or 0 in x.shape:
+            continue
+        if x.strides[-1] != 1:
+            return f"{name} with channels side by side, got strides {x.strides}"
+        axes.append(sorted((stride, size) for size, stride in zip(x.shape, x.strides, strict=True) if size > 1))
         reach = 1
         for stride, size in axes[-1]:
             if stride < reach:
-                return f"{name} without overlap in itself, got strides {strides}"
+                return f"{name} without overlap in itself, got strides {x.strides}"
             reach += (size - 1) * stride
     if len(axes) < 2:
         return None
@@ -1094,71 +1104,74 @@ def _fault(q_shape, q_strides, k_shape=(0,), k_strides=(), apart=0):
     return "q and k that share no element; by their strides these could"
 
 
-def _launch(q, k, cos, sin, positions, mode, start, inverse, y, z):
-    """Run kernel ④ from q and k into y and z; where y is q, in place. A tensor without elements is left out."""
-    heads_k = 0
-    if k is not None and k.numel():
-        heads_k = k.shape[-2]
-    else:
-        k, z = q, y
-    if not q.numel():
-        if heads_k:
-            _launch(k, None, cos, sin, positions, mode, start, inverse, z, None)
-        return
-    if not q.is_cuda:
-        _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z)
-        return
-    batched, inplace = q.dim() == 4, y is q
-    if batched and q.shape[0] > 65535:  # what a grid's second axis holds: let the batch lie on the first
-        ids = torch.arange(q.shape[1], device=q.device) if positions is None else positions
-        positions = ids.expand(q.shape[:2]).T
-        q, k, y, z = (x.transpose(0, 1) for x in (q, k, y, z))
-    elif batched and positions is not None:
-        positions = positions.expand(q.shape[:2])
-    if cos.stride(1) != 1 or sin.stride(1) != 1:  # rows may lie anywhere, their columns side by side
-        cos, sin = (table.clone(memory_format=torch.contiguous_format) for table in (cos, sin))
-    ids, id_dtype = (cos, None) if positions is None else (positions, positions.dtype)
-    run = _kernel(
-        q.device, q.dtype, q.shape, heads_k, q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) % 16,
-        cos.dtype, cos.shape[1], cos.stride(0) | sin.stride(0), (cos.data_ptr() | sin.data_ptr()) % 16,
-        id_dtype, start, mode, inverse, inplace,
-    )  # fmt: skip
-    if inplace:
-        run(q, k, cos, sin, ids)
-    else:
-        run(q, k, cos, sin, ids, y, z)
+def _on_cuda(q, k, cos, sin, positions, mode, start, inverse, inplace, again):
+    """Return the function that runs kernel ④ on tensors of these forms; what it does not take is laid out anew."""
+    if cos.strides[1] != 1 or sin.strides[1] != 1:  # rows may lie anywhere, their columns side by side
+        clone = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+        return lambda q, k, cos, sin, positions: again(q, k, clone(cos), clone(sin), positions)
+    metas = [torch.empty_strided(x.shape, x.strides, device="meta") for x in (q, k) if x]
+    if not inplace and any(_dense(x) is not x for x in metas):
+        return lambda q, k, *rest: again(_dense(q), k if k is None else _dense(k), *rest)
+    batched, shape = len(q.shape) == 4, q.shape[:2]
+    if batched and shape[0] > 65535 >= shape[1]:  # what a grid's second axis holds: let the batch lie on the first
+
+        def exchanged(q, k, cos, sin, positions):
+            ids = torch.arange(shape[1], device=q.device) if positions is None else positions
+            pair = (x if x is None else x.transpose(0, 1) for x in (q, k))
+            pair = (x if x is None else x.transpose(0, 1) for x in again(*pair, cos, sin, ids.expand(shape).T))
+            return (q, k) if inplace else tuple(pair)
+
+        return exchanged
+    kernel = _kernel(q, k, cos, sin, positions, mode, start, inverse, inplace)
+    spread = batched and positions and positions.shape != shape
+
+    def run(q, k, cos, sin, positions):
+        ids = cos if positions is None else positions.expand(shape) if spread else positions
+        if inplace:
+            kernel(q, q if k is None else k, cos, sin, ids)
+            torch.autograd.graph.increment_version([q] if k is None else [q, k])  # so that autograd sees the write
+            return q, k
+        y = torch.empty_like(q)
+        z = y if k is None else torch.empty_like(k)
+        kernel(q, q if k is None else k, cos, sin, ids, y, z)
+        return y, None if k is None else z
+
+    return run
 
 
-@functools.lru_cache(maxsize=4096)
-def _kernel(
-    device, dtype, shape, heads_k, q_strides, k_strides, address,
-    table_dtype, columns, table_stride, table_address, id_dtype, start, mode, inverse, inplace,
-):  # fmt: skip
-    """Return kernel ④ for tensors of this description as TileLang's bare executable, which starts fastest."""
-    heads_q, D = shape[-2:]
+def _dense(x):
+    """Return x, or a contiguous copy unless channels of x and of empty_like(x), its result, lie side by side."""
+    return x if x.stride(-1) == torch.empty_like(x, device="meta").stride(-1) == 1 else x.contiguous()
+
+
+def _kernel(q, k, cos, sin, positions, mode, start, inverse, inplace):
+    """Return kernel ④ for tensors of these forms as TileLang's bare executable, which starts fastest."""
+    *tokens, heads_q, D = q.shape
+    heads_k = k.shape[-2] if k else 0
     # the widest access that every row allows, by the lowest bit in any address or stride; y and z are dense
-    bits = 16 | address
-    for count in (D, *q_strides[:-1], *k_strides[:-1]):
-        bits |= dtype.itemsize * count
-    table_bits = 16 | table_address | table_dtype.itemsize * table_stride
-    width = (bits & -bits) // dtype.itemsize
+    bits, table_bits = 16, 16 | cos.address | sin.address | (cos.strides[0] | sin.strides[0]) * cos.dtype.itemsize
+    for x in filter(None, (q, k)):
+        bits |= x.address
+        for count in (D, *x.strides[:-1]):
+            bits |= count * x.dtype.itemsize
+    width = (bits & -bits) // q.dtype.itemsize
     if table_bits % 16:
-        width = min(width, (table_bits & -table_bits) // table_dtype.itemsize)
-    threads = math.prod(shape[:-2]) * (heads_q + heads_k) * D * dtype.itemsize // 16
-    threads //= torch.cuda.get_device_properties(device).multi_processor_count
-    access, geometry = _geometry(threads, inplace, narrow=columns % 4 or start % 4)
-    width = min(width, access // dtype.itemsize)
-    names = [None if kind is None else str(kind)[6:] for kind in (dtype, table_dtype, id_dtype)]
-    with torch.cuda.device(device):
+        width = min(width, (table_bits & -table_bits) // cos.dtype.itemsize)
+    threads = math.prod(tokens) * (heads_q + heads_k) * D * q.dtype.itemsize // 16
+    threads //= torch.cuda.get_device_properties(q.device).multi_processor_count
+    access, geometry = _geometry(threads, inplace, narrow=cos.shape[1] % 4 or start % 4)
+    names = [str(x.dtype)[6:] if x else None for x in (q, cos, positions)]
+    with torch.cuda.device(q.device):
         kernel = rope_per_token(
-            heads_q, heads_k, D, 2 * columns, start, mode, *names, inverse, inplace, len(shape) == 4, width, **geometry
-        )
+            heads_q, heads_k, D, 2 * cos.shape[1], start, mode, *names, inverse, inplace, len(tokens) == 2,
+            min(width, access // q.dtype.itemsize), **geometry
+        )  # fmt: skip
     run = kernel.adapter._get_executable()
     if torch.cuda.device_count() == 1:
         return run
 
     def there(*arguments):
-        with torch.cuda.device(device):
+        with torch.cuda.device(q.device):
             run(*arguments)
 
     return there
@@ -1178,8 +1191,8 @@ def _geometry(threads, inplace, narrow):
     return 8 if inplace else 16, {}
 
 
-def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z):
-    """Through the C backend, in place on contiguous copies: one build serves every length, batch and layout."""
+def _rotate_in_c(q, k, cos, sin, positions, mode, start, inverse, inplace):
+    """Rotate through the C backend, on contiguous copies: one build serves every length, batch and layout."""
     ids = torch.arange(q.shape[-3]) if positions is None else positions
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= cos.shape[0]:
@@ -1188,16 +1201,26 @@ def _launch_in_c(q, k, heads_k, cos, sin, positions, mode, start, inverse, y, z)
     wide = torch.float32 if q.dtype == torch.bfloat16 else q.dtype  # C has no bfloat16: float32, then the one rounding
     if cos.dtype == torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin, ids = cos[ids].float(), sin[ids].float(), torch.arange(len(ids))  # the rows, never the whole table
-    pairs = [(q, y), (k, z)] if heads_k else [(q, y)]
-    turned = [x.to(wide, copy=True, memory_format=torch.contiguous_format).flatten(0, -3) for x, _ in pairs]
-    D, R = q.shape[-1], 2 * cos.shape[1]
+    pair = [q] if k is None else [q, k]
+    turned = [x.to(wide, copy=True, memory_format=torch.contiguous_format).flatten(0, -3) for x in pair]
+    (*_, heads_q, D), R = q.shape, 2 * cos.shape[1]
     names = (str(kind)[6:] for kind in (wide, cos.dtype))
-    kernel = _in_c(q.shape[-2], heads_k, D, R, start, mode, *names, inverse=inverse, inplace=True, width=8)
+    heads_k = 0 if k is None else k.shape[-2]
+    kernel = _in_c(heads_q, heads_k, D, R, start, mode, *names, inverse=inverse, inplace=True, width=8)
     kernel(turned[0], turned[-1], cos, sin, ids)
-    for (x, out), done in zip(pairs, turned, strict=True):
-        if out is not x:
-            out.copy_(x)
-        out[..., start : start + R] = done.view(x.shape)[..., start : start + R]
+    results = pair if inplace else [_dense(x).clone() for x in pair]
+    for out, done in zip(results, turned, strict=True):
+        out[..., start : start + R] = done.view(out.shape)[..., start : start + R]
+    return results[0], None if k is None else results[1]
+
+
+def _rotate(q, k, cos, sin, positions, convention, start, inverse, inplace=False):
+    """What the ops run: apply_rope on plain tensors, which torch has done with."""
+    q, k, cos, sin, positions = (x if x is None else x.as_subclass(torch.Tensor) for x in (q, k, cos, sin, positions))
+    options = {"mode": convention, "start": start, "inverse": inverse, "inplace": inplace}
+    with torch.no_grad():
+        y, z = apply_rope(q, k, cos, sin, positions, **options)
+    return None if inplace else (y, q.new_empty(0) if z is None else z)
 
 
 # not "mode": torch.compile's own wrapper of ops that write has a parameter of that name
@@ -1206,14 +1229,14 @@ _op = torch.library.custom_op(
     "rope_chapter::rope", _rotate, mutates_args=(), schema=f"(Tensor q, Tensor? k, {_SIGNATURE}) -> (Tensor, Tensor)"
 )
 _inplace_op = torch.library.custom_op(
-    "rope_chapter::rope_", _rotate_inplace, mutates_args=("q", "k"),
+    "rope_chapter::rope_", functools.partial(_rotate, inplace=True), mutates_args=("q", "k"),
     schema=f"(Tensor(a!) q, Tensor(b!)? k, {_SIGNATURE}) -> ()",
 )  # fmt: skip
 
 
 @_op.register_fake
 def _(q, k, *_):
-    return _rows(q)[1], q.new_empty(0) if k is None else _rows(k)[1]
+    return torch.empty_like(_dense(q)), q.new_empty(0) if k is None else torch.empty_like(_dense(k))
 
 
 def _remember(ctx, inputs, output):

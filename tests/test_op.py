@@ -6,6 +6,7 @@ Docstrings name the public reports in which other implementations went wrong in 
 import itertools
 import operator
 import random
+import types
 
 import chapter
 import pytest
@@ -321,7 +322,8 @@ def test_layouts_taken_for_disjoint_share_no_element():
             {first + sum(map(operator.mul, index, stride)) for index in itertools.product(*map(range, shape))}
             for shape, stride, first in zip(shapes, strides, (0, apart), strict=True)
         ]
-        disjoint = rk._fault(shapes[0], strides[0], shapes[1], strides[1], apart) is None
+        forms = (types.SimpleNamespace(shape=x, strides=y) for x, y in zip(shapes, strides, strict=True))
+        disjoint = rk._fault(*forms, apart) is None
         accepted += disjoint
         assert not (disjoint and reached[0] & reached[1])
     assert accepted > 200

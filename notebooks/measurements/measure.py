@@ -389,9 +389,9 @@ def measure_variants(case):
 
 def bare_kernel(q, k, cos, sin, ids):
     """Return the launch of kernel ④ alone, in half-split pairs into tensors made once: what apply_rope ends with."""
-    layout = q.device, q.dtype, q.shape, k.shape[-2], q.stride(), k.stride(), 0
-    table = cos.dtype, cos.shape[1], cos.stride(0), 0
-    run = rk._kernel(*layout, *table, ids.dtype, 0, "neox", False, False)
+    named = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": ids}
+    forms = [rk._Form(*rk._form(name, x, True)) for name, x in named.items()]
+    run = rk._kernel(*forms, "neox", 0, False, False)
     y, z = torch.empty_like(q), torch.empty_like(k)
     return lambda: run(q, k, cos, sin, ids, y, z)
 
