@@ -965,10 +965,10 @@ def apply_rope(q, k, cos, sin, positions=None, *, mode="neox", start=None, inver
     ):
         raise NotImplementedError("apply_rope knows no forward mode or torch.func: use torch_partial_rope there")
     plain = not traced and type(q) is torch.Tensor  # otherwise torch looks on, and there may be no memory
-    apart = k.data_ptr() - q.data_ptr() if inplace and plain and isinstance(k, torch.Tensor) else 0
     run = (_prepared if plain else _prepare)(  # a call that looks like one before it finds its kernel at once
         _form("q", q, plain), _form("k", k, plain), _form("cos", cos, plain), _form("sin", sin, plain),
-        _form("positions", positions, plain), apart, mode, start, inverse, inplace, torch.is_grad_enabled(), plain,
+        _form("positions", positions, plain), k.data_ptr() - q.data_ptr() if inplace and plain and k is not None else 0,
+        mode, start, inverse, inplace, torch.is_grad_enabled(), plain,
     )  # fmt: skip
     return run(q, k, cos, sin, positions)
 
