@@ -57,8 +57,7 @@ def torch_rope_interleaved(x, cos, sin):
         y[2p]   = x[2p]·cos[p] − x[2p+1]·sin[p]
         y[2p+1] = x[2p]·sin[p] + x[2p+1]·cos[p]        p = 0 … R/2−1
 
-    Shapes: x and y (..., R); cos and sin broadcastable from the right to (..., R/2), one column a pair: for x
-    (tokens, heads, R) pass (tokens, 1, R/2).
+    Shapes: x, y (..., R); cos, sin broadcastable to (..., R/2), as (tokens, 1, R/2) for x (tokens, heads, R).
     Dtypes: any floating; the arithmetic is float32 (float64 for float64 x), rounded once to x's dtype.
     Errors: ValueError for an odd R, a table of another width or with more rows than x; TypeError for integers.
     Source: RoFormer, arXiv:2104.09864, equation 34; the layout of GPT-J and GLM.
@@ -216,8 +215,7 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
 
         yarn: c(r) = R·ln(L/2πr)/(2·ln base), a = max(⌊c(beta_fast)⌋, 0), b = min(⌈c(beta_slow)⌉, R−1), without ⌊⌋ and
         ⌈⌉ if `truncate` is false, b + 0.001 if a = b; m(k) = 0.1·k·ln s + 1, k = mscale, k_all = mscale_all_dim, m(1)
-        unless both are nonzero. In both factors ln s is 0 for s < 1.
-        `attention_factor` wins over both, and `long_mscale` or `short_mscale` over longrope's.
+        unless both are nonzero; ln s is 0 for s < 1. `attention_factor`, or `long_mscale` or `short_mscale`, wins.
 
     scaling is config.json's `rope_parameters` or `rope_scaling`: its `rope_theta` wins over base, null counts as absent
     (as false for truncate), keys of other types are ignored, those not applied are warned about. If absent, s is M/L in
@@ -225,8 +223,7 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
     longrope, deepseek_yarn yarn. The attention factor multiplies cos and sin, transformers' value: the rest of
     DeepSeek-style models, m(mscale_all_dim)² in the softmax scale, is not done here.
     Shapes: inv_freq (R/2,). Dtypes: float64, on the CPU; a float. Equal arguments give equal bits.
-    Errors: ValueError for an odd rope_dim, an unknown type, a key missing or senseless, a dictionary nested by layer
-    type; TypeError for wrong types.
+    Errors: ValueError for an odd rope_dim, unknown type, a key missing, senseless or nested; TypeError for wrong types.
     Source: RoFormer, arXiv:2104.09864; YaRN (dynamic too), arXiv:2309.00071; LongRoPE, arXiv:2402.13753; Llama 3,
     arXiv:2407.21783; the values are those of transformers' ROPE_INIT_FUNCTIONS.
     """
@@ -400,8 +397,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
 
     Shapes: inv_freq (R/2,); positions an int n for 0 … n−1, or an integer tensor of any shape, negative ids too;
     returns two tables (*positions.shape, R/2), on `device`: by default that of a positions tensor, else of inv_freq.
-    Dtypes: inv_freq float64, or float32 as models store it; all is float64 up to the one rounding to dtype,
-    whatever autocast or the default dtype say. No gradient.
+    Dtypes: inv_freq float64, or float32 as models store it; all is float64 up to one rounding to dtype. No gradient.
     Errors: ValueError for floating positions (bfloat16 cannot hold 257), n < 0, an inv_freq of another shape, an
     attention_factor ≤ 0; TypeError for an inv_freq of another dtype, a dtype that is not floating.
     Source: RoFormer, arXiv:2104.09864, equation 34; the factor: YaRN, arXiv:2309.00071, section 3.4.
