@@ -336,8 +336,7 @@ def rope_settings(config, layer_type=None):
     """
     config = _given(config.to_dict() if hasattr(config, "to_dict") else config)
     about = {key for key in config if any(word in key for word in ("rope", "rotary", "theta", "ntk"))}
-    if "text_config" in config:
-        text = _given(config["text_config"])
+    if text := _given(config.get("text_config"), "text_config"):
         if apart := sorted(key for key in about if config[key] != text.get(key)):
             raise ValueError(f"text_config says something else than {apart} beside it")
         return rope_settings(text, layer_type)
