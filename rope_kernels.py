@@ -36,17 +36,16 @@ from tilelang.contrib.cc import get_cplus_compiler
 
 def _checked(x, cos, sin):
     """Refuse what torch would broadcast or truncate silently; return all three in the arithmetic's dtype."""
+    R = x.shape[-1]
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         if not tensor.is_floating_point():
             raise TypeError(f"{name} takes a floating dtype, got {tensor.dtype}")
-    if x.shape[-1] % 2:
-        raise ValueError(f"rope dim must be even, got R={x.shape[-1]}")
+    if R % 2:
+        raise ValueError(f"rope dim must be even, got R={R}")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape[-1] != x.shape[-1] // 2:
-            raise ValueError(
-                f"{name} takes one column a pair, {x.shape[-1] // 2} for R={x.shape[-1]}, got {tuple(table.shape)}"
-            )
-        rows = list(zip(reversed(table.shape[:-1]), reversed(x.shape[:-1]), strict=False))
+        if table.shape[-1] != R // 2:
+            raise ValueError(f"{name} takes one column a pair, {R // 2} for R={R}, got {tuple(table.shape)}")
+        rows = zip(reversed(table.shape[:-1]), reversed(x.shape[:-1]), strict=False)
         if table.dim() > x.dim() or any(size not in (1, there) for size, there in rows):
             raise ValueError(f"{name} does not broadcast over x's rows: {tuple(table.shape)} for x {tuple(x.shape)}")
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -59,8 +58,7 @@ def torch_rope_interleaved(x, cos, sin):
         y[2p]   = x[2p]·cos[p] − x[2p+1]·sin[p]
         y[2p+1] = x[2p]·sin[p] + x[2p+1]·cos[p]        p = 0 … R/2−1
 
-    Shapes: x (..., R); cos and sin broadcastable to (..., R/2), one column a pair; returns x's shape.
-    Torch aligns shapes from the right: for x (tokens, heads, R) pass a table (tokens, 1, R/2).
+    Shapes: x, y (..., R); cos, sin broadcastable to (..., R/2), as (tokens, 1, R/2) for x (tokens, heads, R).
     Dtypes: any floating; the arithmetic is float32 (float64 for float64 x), rounded once to x's dtype.
     Errors: ValueError for an odd R, a table of another width or with more rows than x; TypeError for integers.
     Source: RoFormer, arXiv:2104.09864, equation 34; the layout of GPT-J and GLM.
@@ -76,8 +74,8 @@ def torch_rope_neox(x, cos, sin):
         y[p]     = x[p]·cos[p]     − x[p+R/2]·sin[p]
         y[p+R/2] = x[p+R/2]·cos[p] + x[p]·sin[p]       p = 0 … R/2−1
 
-    Shapes, dtypes, errors: as torch_rope_interleaved. Source: GPT-NeoX, arXiv:2204.06745; the layout of Llama 1–3 and
-    Qwen checkpoints in transformers.
+    Shapes, dtypes, errors: as torch_rope_interleaved.
+    Source: GPT-NeoX, arXiv:2204.06745; the layout of Llama 1–3 and Qwen checkpoints in transformers.
     """
     work, cos, sin = _checked(x, cos, sin)
     first, second = work.tensor_split(2, dim=-1)
@@ -89,8 +87,8 @@ def torch_partial_rope(x, cos, sin, mode="neox", start=None):
 
         y[start:start+R] = rope_mode(x[start:start+R]),  y[j] = x[j] elsewhere       R = 2·cos.shape[-1]
 
-    start=None takes the trailing R channels (MLA's decoupled RoPE, DeepSeek-V4); start=0 the leading ones
-    (GPT-NeoX, GPT-J, Phi, GLM, GLM-4). R = width is the full rotation, R = 0 the identity.
+    start=None takes the trailing R channels (MLA's decoupled RoPE, DeepSeek-V4), 0 the leading ones (GPT-NeoX, GPT-J,
+    Phi, GLM, GLM-4). R = width is the full rotation, R = 0 the identity.
     Shapes: x (..., width); cos and sin broadcastable to (..., R/2). Dtypes: as the full rotations.
     Errors: ValueError for an unknown mode, R > width, or a start that does not fit; else as the full rotations.
     Source: GPT-J's `rotary_dim`, GPT-NeoX's `rotary_pct`; DeepSeek-V2, arXiv:2405.04434, section 2.1.3.
@@ -101,8 +99,7 @@ def torch_partial_rope(x, cos, sin, mode="neox", start=None):
     width, rope_dim = x.shape[-1], 2 * cos.shape[-1]
     if rope_dim > width:
         raise ValueError(f"cos has {cos.shape[-1]} columns, so R={rope_dim}; x is only {width} wide")
-    if start is None:
-        start = width - rope_dim
+    start = width - rope_dim if start is None else start
     if not 0 <= start <= width - rope_dim:
         raise ValueError(f"start takes 0 … {width - rope_dim} for R={rope_dim} of {width} channels, got start={start}")
     y = x.clone()
@@ -112,23 +109,18 @@ def torch_partial_rope(x, cos, sin, mode="neox", start=None):
 
 # ----------------------------------------------------------------------------------------------- tables
 
-_LENGTH = "original_max_position_embeddings"
-_KEYS = {  # what each type reads, beside the keys of them all
-    "default": "rope_type type rope_theta mrope_section mrope_interleaved max_position_embeddings",
-    "linear": "factor",
-    "dynamic": "factor alpha",
-    "llama3": f"factor {_LENGTH} low_freq_factor high_freq_factor",
-    "yarn": f"factor {_LENGTH} beta_fast beta_slow truncate attention_factor mscale mscale_all_dim",
-    "longrope": f"factor {_LENGTH} short_factor long_factor attention_factor short_mscale long_mscale",
-    "proportional": "factor partial_rotary_factor",
-}
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _SPELLINGS = {"mrope": "default", "su": "longrope", "deepseek_yarn": "yarn"}
+_LENGTH = "original_max_position_embeddings"
+_KEYS = {"rope_type", "type", "rope_theta", "factor", "alpha", "low_freq_factor", "high_freq_factor", _LENGTH}
+_KEYS |= {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor", "short_factor"}
+_KEYS |= {"long_factor", "short_mscale", "long_mscale", "mrope_section", "mrope_interleaved", "max_position_embeddings"}
 _ELSEWHERE = {  # keys that change the model, but not here
     "llama_4_scaling_beta": "it belongs to q, which it scales by position",
     "attn_factor": "it belongs to engines that multiply the attention factor by it",
     "partial_rotary_factor": "it belongs to rope_dim, where rope_settings puts it",
-    "rope_interleave": "it belongs to the choice of mode",
-    "indexer_rope_interleave": "it belongs to the choice of the indexer's mode",
+    **dict.fromkeys(["rope_interleave", "indexer_rope_interleave"], "it belongs to the choice of mode"),
+    **dict.fromkeys(["no_rope_layers", "no_rope_layer_interval"], "it belongs to the choice of layers: not all rotate"),
 }
 
 
@@ -158,12 +150,16 @@ def _given(dictionary, name="config"):
     return {"truncate": False} | given if "truncate" in (dictionary or {}) else given  # transformers reads null so
 
 
-def _llama3(theta, given):
-    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
-    if low >= high:
-        raise ValueError(f"low_freq_factor takes less than high_freq_factor={high:g}, got low_freq_factor={low:g}")
-    t = ((_number(given, _LENGTH) * theta / math.tau - low) / (high - low)).clamp(0, 1)
-    return (1 - t) * (theta / _number(given, "factor")) + t * theta
+def _kind(given):
+    kinds = [_SPELLINGS.get(str(given[key]), given[key]) for key in ("rope_type", "type") if key in given]
+    if not kinds and given.keys() & {"factor", "long_factor", "alpha"}:
+        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_TYPES)}")
+    for kind in kinds:
+        if kind not in _TYPES:
+            raise ValueError(f"rope_type takes {', '.join((*_SPELLINGS, *_TYPES))}, got {kind!r}")
+    if kinds and kinds[0] != kinds[-1]:
+        raise ValueError(f"rope_type and type must agree, got {' and '.join(kinds)}")
+    return kinds[0] if kinds else "default"
 
 
 def _yarn(theta, base, given, max_position):
@@ -197,49 +193,22 @@ def _longrope(theta, given, seq_len, max_position):
         for entry in divisors:
             _number({name: entry}, name)
     reach = "long" if seq_len is not None and seq_len > length else "short"
-    divisors = torch.tensor(given[f"{reach}_factor"], dtype=torch.float64, device="cpu")
-    if f"{reach}_mscale" in given:
-        return theta / divisors, _number(given, f"{reach}_mscale")
-    s = _number(given, "factor", 1.0 if "attention_factor" in given else max_position and max_position / length)
-    factor = _number(given, "attention_factor", math.sqrt(1 + math.log(max(s, 1.0)) / math.log(length)))
-    return theta / divisors, factor
-
-
-def _proportional(theta, given):
-    share = _number(given, "partial_rotary_factor", 1.0)
-    pairs = round(share * len(theta))  # not cut: 0.7 · 90 is 62.99… in floating point
-    if share > 1 or pairs < 1 or abs(share * len(theta) - pairs) > 1e-6:
-        raise ValueError(f"partial_rotary_factor takes whole pairs of R/2={len(theta)} in (0, 1], got {share!r}")
-    return theta * (torch.arange(len(theta), device="cpu") < pairs) / _number(given, "factor", 1.0)
-
-
-def _kind(given):
-    kinds = [_SPELLINGS.get(str(given[key]), given[key]) for key in ("rope_type", "type") if key in given]
-    if not kinds and given.keys() & {"factor", "long_factor", "alpha"}:
-        raise ValueError(f"rope_type is missing beside the factors: it takes {', '.join(_KEYS)}")
-    for kind in kinds:
-        if kind not in list(_KEYS):  # a list, for kinds that do not hash
-            raise ValueError(f"rope_type takes {', '.join((*_SPELLINGS, *_KEYS))}, got {kind!r}")
-        if kind != kinds[0]:
-            raise ValueError(f"rope_type and type must agree, got {' and '.join(kinds)}")
-    return kinds[0] if kinds else "default"
-
-
-def _warn_of(keys):
-    for key in sorted(keys):
-        warnings.warn(f"{key} is not applied here: {_ELSEWHERE.get(key, 'it is unknown')}", stacklevel=3)
+    theta = theta / torch.tensor(given[f"{reach}_factor"], dtype=torch.float64, device="cpu")
+    key = f"{reach}_mscale" if f"{reach}_mscale" in given else "attention_factor"
+    s = _number(given, "factor", 1.0 if key in given else max_position and max_position / length)
+    return theta, _number(given, key, math.sqrt(1 + math.log(max(s, 1.0)) / math.log(length)))
 
 
 def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_position=None):
     """Return the inverse frequencies that a model's config.json asks for, and the factor for its cos and sin.
 
-        θ[i] = base^(−2i/R)     i = 0 … R/2−1,  R = rope_dim,  s = factor,  L = original_max_position_embeddings,
-                                M = max_position
+        θ[i] = base^(−2i/R)    i = 0 … R/2−1,  R = rope_dim,  s = factor,  M = max_position,  S = max(seq_len, M),
+                               L = original_max_position_embeddings
 
         type          inv_freq[i]                                                                attention factor
         default       θ[i]                                                                       1
         linear        θ[i]/s                                                                     1
-        dynamic       θ[i] of base·(s·S/M − (s−1))^(R/(R−2)),  S = max(seq_len, M)               1
+        dynamic       θ[i] of base·(s·S/M − (s−1))^(R/(R−2)), with alpha of base·alpha^(R/(R−2)) 1
         llama3        (1−t)·θ[i]/s + t·θ[i],  t = clamp((L·θ[i]/2π − low)/(high − low), 0, 1)    1
         yarn          γ·θ[i]/s + (1−γ)·θ[i],  γ = clamp((i − a)/(b − a), 0, 1)                   m(k)/m(k_all) or m(1)
         longrope      θ[i]/long_factor[i] if seq_len > L, else θ[i]/short_factor[i]              √(1 + ln s / ln L)
@@ -247,18 +216,15 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
 
         yarn: c(r) = R·ln(L/2πr)/(2·ln base), a = max(⌊c(beta_fast)⌋, 0), b = min(⌈c(beta_slow)⌉, R−1), without ⌊⌋ and
         ⌈⌉ if `truncate` is false, b + 0.001 if a = b; m(k) = 0.1·k·ln s + 1, k = mscale, k_all = mscale_all_dim, m(1)
-        unless both are nonzero. In both factors ln s is 0 for s < 1, and `attention_factor` wins over the formula.
+        unless both are nonzero; ln s is 0 for s < 1. `attention_factor`, or `long_mscale` or `short_mscale`, wins.
 
-    With `alpha` dynamic takes base·alpha^(R/(R−2)) at any length; longrope's factor is `long_mscale` or `short_mscale`
-    where given. mrope is default (its sections choose position ids), su is longrope, deepseek_yarn yarn.
-    scaling is the dictionary `rope_parameters` or `rope_scaling` of config.json: its `rope_theta` wins over base, null
-    counts as absent (but as false for truncate), keys of other types are ignored, those not applied are warned about.
-    If absent, s is M/L in yarn and longrope, 1 in proportional, and L is M in yarn.
-    The attention factor is the one that multiplies cos and sin, transformers' value. DeepSeek-style models put the
-    rest, m(mscale_all_dim)², into the softmax scale; that is not done here.
+    scaling is config.json's `rope_parameters` or `rope_scaling`: its `rope_theta` wins over base, null counts as absent
+    (as false for truncate), keys of other types are ignored, those not applied are warned about. If absent, s is M/L in
+    yarn and longrope, 1 in proportional, and L is M in yarn. mrope is default (its sections choose position ids), su
+    longrope, deepseek_yarn yarn. The attention factor multiplies cos and sin, transformers' value: the rest of
+    DeepSeek-style models, m(mscale_all_dim)² in the softmax scale, is not done here.
     Shapes: inv_freq (R/2,). Dtypes: float64, on the CPU; a float. Equal arguments give equal bits.
-    Errors: ValueError for an odd rope_dim, an unknown type, a key missing or senseless, a dictionary nested by layer
-    type; TypeError for wrong types.
+    Errors: ValueError for an odd rope_dim, unknown type, a key missing, senseless or nested; TypeError for wrong types.
     Source: RoFormer, arXiv:2104.09864; YaRN (dynamic too), arXiv:2309.00071; LongRoPE, arXiv:2402.13753; Llama 3,
     arXiv:2407.21783; the values are those of transformers' ROPE_INIT_FUNCTIONS.
     """
@@ -270,8 +236,8 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ValueError(f"scaling takes the dictionary of one layer type, got several: {nested}")
     kind = _kind(given)
-    known = {key for name in _KEYS if name != "proportional" or kind == name for key in _KEYS[name].split()}
-    _warn_of(given.keys() - known)
+    for key in sorted(given.keys() - _KEYS - ({"partial_rotary_factor"} if kind == "proportional" else set())):
+        warnings.warn(f"{key} is not applied here: {_ELSEWHERE.get(key, 'it is unknown')}", stacklevel=2)
     name = "rope_theta" if "rope_theta" in given else "base"
     base = _number({**given, "base": base}, name, above=1.0 if kind == "yarn" else 0.0)  # yarn divides by ln base
     if kind == "dynamic":
@@ -288,25 +254,27 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
         return _yarn(theta, base, given, max_position)
     if kind == "longrope":
         return _longrope(theta, given, seq_len, max_position)
-    if kind in ("llama3", "proportional"):
-        return (_llama3 if kind == "llama3" else _proportional)(theta, given), 1.0
-    return theta / _number(given, "factor") if kind == "linear" else theta, 1.0
+    if kind == "linear":
+        theta = theta / _number(given, "factor")
+    elif kind == "llama3":
+        low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+        if low >= high:
+            raise ValueError(f"low_freq_factor takes less than high_freq_factor={high:g}, got low_freq_factor={low:g}")
+        t = ((_number(given, _LENGTH) * theta / math.tau - low) / (high - low)).clamp(0, 1)
+        theta = (1 - t) * (theta / _number(given, "factor")) + t * theta
+    elif kind == "proportional":
+        share = _number(given, "partial_rotary_factor", 1.0)
+        pairs = round(share * len(theta))  # not cut: 0.7 · 90 is 62.99… in floating point
+        if share > 1 or pairs < 1 or abs(share * len(theta) - pairs) > 1e-6:
+            raise ValueError(f"partial_rotary_factor takes whole pairs of R/2={len(theta)} in (0, 1], got {share!r}")
+        theta = theta * (torch.arange(len(theta), device="cpu") < pairs) / _number(given, "factor", 1.0)
+    return theta, 1.0
 
 
-_CALLED = {  # what files call it
-    "R": "qk_rope_head_dim rotary_dim",
-    "head width": "head_dim attention_head_dim kv_channels",
-    "hidden size": "hidden_size n_embd d_model",
-    "heads": "num_attention_heads n_head num_heads",
-    "share": "partial_rotary_factor rotary_pct rope_pct",
-    "base": "rope_theta rotary_emb_base rotary_embedding_base",
-    "max_position": "max_position_embeddings n_positions",
-}
 _BY_TYPE = {  # keys for one type of layers, and what they stand for there
     "full_attention": {"global_rope_theta": "rope_theta", "global_head_dim": "head_dim"},
     "sliding_attention": dict.fromkeys(["local_rope_theta", "rope_local_base_freq", "swa_rope_theta"], "rope_theta"),
 }
-_BY_LAYER = {"no_rope_layers": "rotary", "layer_rope_theta": "rope_theta"}  # lists; where they say 0: no rotation
 _LEFT_OUT = {  # what files of these types of models may leave to their class in transformers
     "codegen falcon gptj llama mistral": {"base": 10000.0},
     "chatglm": {"base": 10000.0, "share": 0.5},
@@ -316,59 +284,42 @@ _LEFT_OUT = {  # what files of these types of models may leave to their class in
     "modernbert modernbert-decoder": {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0},
     "olmo3": {"rope_local_base_freq": 500000.0},
 }
-_UNSETTLED = {  # types of models whose class makes another table than their file says
-    "ernie4_5_vl_moe_text": "its frequencies are sorted by axis",
-    "minimax_m3_vl_text": "its class rotates whole heads, whatever rotary_dim says",
-}
-_FLAGS = {"rotary", "use_rotary_pos_emb", "use_mem_rope"}  # false: not rotated
-_KNOWN = " ".join(["rope_parameters rope_scaling rope_ratio original_rope", *_CALLED.values(), *_ELSEWHERE, *_FLAGS])
-_KNOWN = set(_KNOWN.split()).union(*_BY_TYPE.values())
-
-
-def _said(config, what):
-    said = {key: config[key] for key in _CALLED[what].split() if key in config}
-    if any(value != other for value in said.values() for other in said.values()):
-        raise ValueError(f"config says {what} more than once, and not alike: {said}")
-    return next(iter(said.values()), config.get(what))
+_OTHERWISE = {"ernie4_5_vl_moe_text", "minimax_m3_vl_text"}  # their classes make another table than their files say
+_ROTATED = {"rotary": True, "use_rotary_pos_emb": True, "use_mem_rope": True, "alibi": False}
+_KNOWN = {"rope_parameters", "rope_scaling", "rope_ratio", "original_rope", *_ELSEWHERE, *_ROTATED}
 
 
 def _of_layer(config, layer):
-    """Return what config says of one type of layers, or of one layer by its number, and its dictionary of scaling."""
-    types, numbered = config.get("layer_types", []), layer is not None and not isinstance(layer, str)
-    if numbered:
-        number = _integer("layer_type", layer, 0, config.get("num_hidden_layers", len(types)) - 1)
-        layer = types[number] if types else None
-    else:
-        number = types.index(layer) if layer in types else 0
-    if (interval := config.pop("no_rope_layer_interval", None)) and not config.get("no_rope_layers"):
-        config["no_rope_layers"] = [(i + 1) % interval for i in range(config["num_hidden_layers"])]
-    for key, name in _BY_LAYER.items():
-        if entries := config.pop(key, None):
-            if not numbered and any(entry != entries[0] for entry in entries):
-                raise ValueError(f"{key} differs by layer: layer_type takes a layer's number, got {layer!r}")
-            if not entries[number]:
-                raise ValueError(f"layer {number} is not rotated, by {key}")
-            config[name] = entries[number]
-    config |= next((own for i, own in config.get("per_layer_config", {}).items() if int(i) == number), {})
+    """Return what config says of one type of layers, and its dictionary of scaling."""
+    types = config.get("layer_types", [])
+    first = types.index(layer) if layer in types else 0
+    config |= next((own for i, own in config.get("per_layer_config", {}).items() if int(i) == first), {})
 
     old, new = (_given(config.get(key), key) for key in ("rope_scaling", "rope_parameters"))
-    apart = (old | new).keys() - {"type", "rope_type", *({"rope_theta", "partial_rotary_factor"} - old.keys())}
-    if old and new and (_kind(old) != _kind(new) or any(old.get(key) != new.get(key) for key in apart)):
+    beside = {key: new.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    plain = [beside | own | {"rope_type": _kind(own), "type": None} for own in (old, new)]
+    if old and new and plain[0] != plain[1]:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {old} and {new}")
     scaling = new or old
-    by_type = any(key in config for keys in _BY_TYPE.values() for key in keys)
     nested = any(isinstance(value, dict) for value in scaling.values())
-    names = list(config["rope_parameters"]) if nested else list(_BY_TYPE) if by_type else types or [layer]
-    if layer not in names and (nested or by_type or layer is not None):
-        raise ValueError(f"layer_type takes one of {sorted(set(names))}, got {layer!r}")
+    by_type = any(key in config for keys in _BY_TYPE.values() for key in keys)
+    names = list(scaling) if nested else list(_BY_TYPE) if by_type else [None, *types]
+    if layer not in names:
+        raise ValueError(f"layer_type takes one of {sorted(set(names), key=str)}, got {layer!r}")
     if nested:
-        if layer not in scaling:
-            raise ValueError(f"layers of the type {layer} are not rotated, by rope_parameters")
         config.pop("compress_rope_theta", None)  # DeepSeek-V4's, in the dictionary too
         scaling = _given(scaling[layer])
     elif layer == "sliding_attention" and "rope_local_base_freq" in config:
         scaling = {}  # Gemma 3 scales full attention alone
     return config | {name: config[key] for key, name in _BY_TYPE.get(layer, {}).items() if key in config}, scaling
+
+
+def _take(config, what, keys):
+    """Take out what config says under any of the keys, else what its class takes."""
+    said = {key: config.pop(key) for key in keys.split() if key in config}
+    if any(value != other for value in said.values() for other in said.values()):
+        raise ValueError(f"config says {what} more than once, and not alike: {said}")
+    return next(iter(said.values()), config.get(what))
 
 
 def rope_settings(config, layer_type=None):
@@ -378,53 +329,54 @@ def rope_settings(config, layer_type=None):
         head width = head_dim, else hidden size / heads
 
     config is a dictionary, or an object with to_dict; a text_config in it is entered. layer_type is the name of a type
-    of layers or the number of a layer, needed where settings differ by layer. Returns {"rope_dim", "base", "scaling",
-    "max_position"}; not the pairing, which config.json does not settle. Keys that belong elsewhere are warned about.
+    of layers, needed where settings differ by it. Returns {"rope_dim", "base", "scaling", "max_position"}; not the
+    pairing, which config.json does not settle. Keys that belong elsewhere are warned about.
     Errors: ValueError for what is not settled, naming the keys: no width or base, no layer named, values that disagree,
-    layers without rotation, image towers, unknown keys with rope, rotary or theta in them; TypeError for wrong types.
+    no rotation at all, image towers, unknown keys with rope, rotary or theta in them; TypeError for wrong types.
     Source: transformers' configuration classes, which hold what files leave out.
     """
     config = _given(config.to_dict() if hasattr(config, "to_dict") else config)
     about = {key for key in config if any(word in key for word in ("rope", "rotary", "theta", "ntk"))}
-    if "text_config" in config:
-        text = _given(config["text_config"])
+    if text := _given(config.get("text_config"), "text_config"):
         if apart := sorted(key for key in about if config[key] != text.get(key)):
             raise ValueError(f"text_config says something else than {apart} beside it")
         return rope_settings(text, layer_type)
     model = config.get("model_type")
-    if reason := _UNSETTLED.get(model) or (config.keys() & {"patch_size", "image_size"} and "it is an image tower"):
-        raise ValueError(f"config does not settle the table of model_type {model}: {reason}")
+    if model in _OTHERWISE or config.keys() & {"patch_size", "image_size"}:
+        raise ValueError(f"model_type {model} is an image tower, or its class makes another table than config says")
+    off = [key for key, rotated in _ROTATED.items() if bool(config.get(key, rotated)) != rotated]
+    if off or config.get("position_embedding_type") == "nope":
+        raise ValueError(f"its layers are not rotated, by {', '.join(off) or 'position_embedding_type'}")
     left_out = next((values for models, values in _LEFT_OUT.items() if model in models.split()), {})
     config, scaling = _of_layer(left_out | config, layer_type)
-    if unknown := sorted(about & config.keys() - _KNOWN):
+    R = _take(config, "R", "qk_rope_head_dim rotary_dim")
+    width = _take(config, "head width", "head_dim attention_head_dim kv_channels")
+    hidden = _take(config, "hidden size", "hidden_size n_embd d_model")
+    heads = _take(config, "heads", "num_attention_heads n_head num_heads")
+    share = _take(config, "share", "partial_rotary_factor rotary_pct rope_pct")
+    base = _take(config, "base", "rope_theta rotary_emb_base rotary_embedding_base")
+    max_position = _take(config, "max_position", "max_position_embeddings n_positions")
+    if unknown := sorted((about & config.keys()).difference(_KNOWN, *_BY_TYPE.values())):
         raise ValueError(f"config has keys about rotation that are not understood: {unknown}")
-    if (
-        config.get("alibi")
-        or config.get("position_embedding_type") == "nope"
-        or not all(map(config.get, about & _FLAGS))
-    ):
-        raise ValueError(f"its layers are not rotated, by alibi, position_embedding_type or one of {sorted(_FLAGS)}")
-    _warn_of(config.keys() & _ELSEWHERE.keys() - {"partial_rotary_factor"})
 
-    share = _number({"partial_rotary_factor": _said(config, "share")} | scaling, "partial_rotary_factor", 1.0)
-    rope_dim, width = _said(config, "R"), _said(config, "head width")
-    if width is None and (heads := _said(config, "heads")):
-        width = _integer("hidden size", _said(config, "hidden size"), 1) // _integer("heads", heads, 1)
-    if width is None and rope_dim is None:
+    if width is None and heads:
+        width = _integer("hidden size", hidden, 1) // _integer("heads", heads, 1)
+    if width is None and R is None:
         raise ValueError(f"config has no head width, only {sorted(key for key in config if 'head' in key)}")
-    kind, width = _kind(scaling), _integer("head width", rope_dim if width is None else width, 1)
-    if share > 1 or rope_dim is not None and share < 1 and int(width * share) != rope_dim:
-        raise ValueError(f"config rotates a share of {share:g} and R={rope_dim} of {width} channels")
-    rope_dim = int(width * share) if rope_dim is None else rope_dim
-    base = scaling.pop("rope_theta", _said(config, "base"))
-    if base is None and model is not None:
-        raise ValueError(f"config has no rope_theta, and what model_type {model} takes without it is not known here")
-    base = _number({"rope_theta": base}, "rope_theta", 10000.0) * _number(config, "rope_ratio", 1.0)
+    width = _integer("head width", R if width is None else width, 1)
+    base, share = scaling.pop("rope_theta", base), scaling.pop("partial_rotary_factor", share)
+    share = _number({"partial_rotary_factor": share}, "partial_rotary_factor", 1.0)
+    if share > 1 or R is not None and share < 1 and int(width * share) != R:
+        raise ValueError(f"config rotates a share of {share:g} and R={R} of {width} channels")
+    R = int(width * share) if R is None else R
+    if _kind(scaling) == "proportional":
+        R, scaling["partial_rotary_factor"] = width, share
     scaling |= {key: config[key] for key in [_LENGTH] if key in config}
-    scaling.pop("partial_rotary_factor", None)
-    if kind == "proportional":
-        rope_dim, scaling["partial_rotary_factor"] = width, share
-    return {"rope_dim": rope_dim, "base": base, "scaling": scaling, "max_position": _said(config, "max_position")}
+    base = _number({"rope_theta": base}, "rope_theta", 10000.0 if model is None else None)
+    base *= _number(config, "rope_ratio", 1.0)
+    for key in sorted(config.keys() & _ELSEWHERE):
+        warnings.warn(f"{key} is not applied here: {_ELSEWHERE[key]}", stacklevel=2)
+    return {"rope_dim": R, "base": base, "scaling": scaling, "max_position": max_position}
 
 
 def _rounded_once(value, dtype):
@@ -445,8 +397,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
 
     Shapes: inv_freq (R/2,); positions an int n for 0 … n−1, or an integer tensor of any shape, negative ids too;
     returns two tables (*positions.shape, R/2), on `device`: by default that of a positions tensor, else of inv_freq.
-    Dtypes: inv_freq float64, or float32 as models store it; all is float64 up to the one rounding to dtype,
-    whatever autocast or the default dtype say. No gradient.
+    Dtypes: inv_freq float64, or float32 as models store it; all is float64 up to one rounding to dtype. No gradient.
     Errors: ValueError for floating positions (bfloat16 cannot hold 257), n < 0, an inv_freq of another shape, an
     attention_factor ≤ 0; TypeError for an inv_freq of another dtype, a dtype that is not floating.
     Source: RoFormer, arXiv:2104.09864, equation 34; the factor: YaRN, arXiv:2309.00071, section 3.4.
@@ -466,8 +417,7 @@ def rope_table(inv_freq, positions, attention_factor=1.0, *, dtype=torch.float32
         raise ValueError(f"positions takes an integer dtype, got {positions.dtype}")
     device = positions.device if device is None else device
     angle = positions.to(device, torch.float64)[..., None] * inv_freq.to(device)
-    cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor
-    return _rounded_once(cos, dtype), _rounded_once(sin, dtype)
+    return tuple(_rounded_once(f(angle) * attention_factor, dtype) for f in (torch.cos, torch.sin))
 
 
 # ---------------------------------------------------------------------------------------------- kernels
