@@ -511,6 +511,12 @@ def test_a_known_mistake_is_named(name, answer, said):
     assert said in CHECKS[f"check_{name}"].fault(WRONG[name][answer])
 
 
+def test_02_3_lists_what_a_right_answer_catches(capsys):
+    assert ex.check_02_3(rows_equal())
+    caught = "table transposed, table row above, positions ignored, head index as position"
+    assert capsys.readouterr().out == f"It catches 4 of the 11: {caught}.\nRight.\n"
+
+
 def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
     right = torch.tensor([[1.0, 2.0], [3.0, float("inf")]])
     assert ex.difference(right.clone(), right) is None
