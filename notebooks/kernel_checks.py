@@ -153,8 +153,9 @@ def named(case, y, x, cos, sin, near):
             if near(y, result)[:, columns].all() and right[:, ~columns].all():
                 return f"in the {part} channels of the pairs {mistake}" if part else mistake
     row = next(i for i, same in enumerate(right.all(1)) if not same)
-    for j in range(len(cos)):
-        if j != case.rows[row] and near(y[row], case.rotate(x, cos, sin, rows=[j] * len(x))[row]).all():
+    by_each = case.rotate(x[row].expand(len(cos), -1), cos, sin, rows=slice(None))
+    for j in near(y[row], by_each).all(1).nonzero().flatten().tolist():
+        if j != case.rows[row]:
             name = f"row {row}" if case.ids is None else f"token {row // case.lead[1]}, head {row % case.lead[1]}"
             return f"{name} of x is turned by row {j} of the table, right is row {case.rows[row]}"
     same = near(y, x).all(0)

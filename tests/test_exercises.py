@@ -60,10 +60,17 @@ def asks_twice(rope, R):
 def rows_equal(*, tokens=slice(None), heads=slice(None)):
     def equal_rows(candidate):
         x, cos, sin = sc.data()
-        y = sc.output(candidate, x[:1, :1].expand_as(x), cos, sin, [5, 300] * (sc.TOKENS // 2))[:, heads]
+        positions = [300 if t % 2 else 5 for t in range(sc.TOKENS)]
+        y = sc.output(candidate, x[:1, :1].expand_as(x), cos, sin, positions)[:, heads]
         return all(torch.equal(y[i::2][tokens], y[i, :1].expand_as(y[i::2][tokens])) for i in (0, 1))
 
     return equal_rows
+
+
+def one_position(candidate):
+    x, cos, sin = sc.data()
+    y = sc.output(candidate, x[:1, :1].expand_as(x), cos, sin, [5] * sc.TOKENS)
+    return torch.equal(y, y[:1, :1].expand_as(y))
 
 
 def gathers(spread, rows):
@@ -185,6 +192,7 @@ WRONG = {
         "not undone": by_neox(evens_first, torch.arange),
         "the other permutation": by_neox(halves_dealt, evens_first),
         "undone by itself": by_neox(evens_first, evens_first),
+        "rows indexed": lambda x, cos, sin: rk.torch_rope_neox(x[evens_first(x.shape[-1])], cos, sin),
         "angle flipped": lambda x, cos, sin: rk.torch_rope_interleaved(x, cos, -sin),
     },
     "01_2": {
@@ -215,6 +223,8 @@ WRONG = {
         "heads alone": rows_equal(tokens=slice(0, 1)),
         "two tokens": rows_equal(tokens=slice(0, 1), heads=slice(0, 1)),
         "every second token": rows_equal(tokens=slice(0, None, 2)),
+        "head 0 alone": rows_equal(heads=slice(0, 1)),
+        "one position": one_position,
         "first and last head": rows_equal(heads=slice(0, None, sc.HEADS - 1)),
         "agreement": lambda candidate: sc.CHECKS["agreement"](candidate, "neox"),
     },
@@ -458,6 +468,7 @@ def test_a_check_never_raises(name, capsys):
     ("name", "answer"),
     [
         ("01_1", by_neox(evens_first, halves_dealt)),
+        ("01_2", lambda W, b, n: [t.view(n, 2, -1, *t.shape[1:]).transpose(1, 2).reshape(t.shape) for t in (W, b)]),
         ("01_3", which_from(1, three_kinds)),
         ("02_2", lambda x, cos, sin: rk.torch_rope_neox(x, cos.roll(3, -1), sin.roll(3, -1))),
         ("03_1", lambda R, threads=256: int(chapter.cuda_source(rk.rope_neox_naive, 8, R, threads=threads).partition(
@@ -500,6 +511,12 @@ def test_a_known_mistake_is_named(name, answer, said):
     assert said in CHECKS[f"check_{name}"].fault(WRONG[name][answer])
 
 
+def test_02_3_lists_what_a_right_answer_catches(capsys):
+    assert ex.check_02_3(rows_equal())
+    caught = "table transposed, table row above, positions ignored, head index as position"
+    assert capsys.readouterr().out == f"It catches 4 of the 11: {caught}.\nRight.\n"
+
+
 def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
     right = torch.tensor([[1.0, 2.0], [3.0, float("inf")]])
     assert ex.difference(right.clone(), right) is None
@@ -522,12 +539,15 @@ SAID = {
     ("01_1", "not undone"): "isn't undone",
     ("01_1", "the other permutation"): "changed places",
     ("01_1", "undone by itself"): "applied once more",
+    ("01_1", "rows indexed"): "index the last dimension",
     ("01_2", "nothing"): "the weight is as it was",
     ("01_2", "the other direction"): "the direction is the other one",
     ("01_2", "bias forgotten"): "the bias is as it was",
     ("01_2", "heads ignored"): "permuted as one",
     ("01_2", "bias as a row"): "the bias has the shape (1, 96), right is (96,)",
     ("01_3", "channel 0"): "which channel 0 can't tell apart",
+    ("02_3", "head 0 alone"): "token 22, head 5: compare all heads",
+    ("02_3", "one position"): "use two",
     ("10_1", "nothing"): "no row that is rotated has moved",
     ("10_1", "evens then odds"): "changes the pairs",
     ("10_1", "all but the slowest pair"): "pair 7 still turns wrongly",
@@ -541,7 +561,7 @@ SAID = {
 
 
 @pytest.mark.parametrize(("name", "what"), SAID, ids=lambda part: part)
-def test_a_mistake_of_01_or_10_is_named(name, what):
+def test_a_mistake_of_01_02_or_10_is_named(name, what):
     assert SAID[name, what] in CHECKS[f"check_{name}"].fault(WRONG[name][what])
 
 
