@@ -89,13 +89,13 @@ def silent():
         os.close(kept), os.close(nowhere)
 
 
-def build(answer, function, sizes, dtype):
+def build(answer, function, sizes, dtype, change=lambda program: program):
     """Build with the outputs as arguments, so that they can be guarded."""
     options = {"target": "cuda"} if chapter.DEVICE == "cuda" else dict(rk.C_BACKEND)
     options["pass_configs"] = (getattr(answer, "pass_configs", None) or {}) | options.get("pass_configs", {})
     with silent(), tilelang.tvm.target.Target(options["target"]):
         program = function(**sizes, dtype=dtype)
-        return program if program is None else tilelang.compile(program, **options)
+        return program if program is None else tilelang.compile(change(program), **options)
 
 
 def dies(run):
@@ -265,3 +265,24 @@ def faults(answer, cases):
             for fault in run(case, dtype, answer, function):
                 if fault is not None:
                     yield f"with {what}, {dtype}: {fault}"
+
+
+def counting(program):
+    """Let each store to a program's last tensor add one to what lies there."""
+    tirx, y = tilelang.tvm.tirx, program.buffer_map[program.params[-1]]
+
+    def count(store):
+        if store.buffer.same_as(y):
+            return tirx.BufferStore(y, tirx.BufferLoad(y, store.indices) + 1, store.indices)
+
+    return program.with_body(tirx.stmt_functor.ir_transform(program.body, None, count, ["tirx.BufferStore"]))
+
+
+def written_twice(answer, case):
+    """Say which channels a right kernel writes more than once, or return None."""
+    kernel = build(answer, written_by(answer), case.sizes, "float32", counting)
+    x, one = torch.ones(len(case.rows), case.D), torch.ones(len(case.rows), case.R // 2)
+    arguments = [t.to(chapter.DEVICE) for t in (x, one, 0 * one, 0 * x)]  # what T.copy writes is 1 as well
+    kernel(*arguments)
+    twice = (arguments[-1] > 1).any(0).nonzero().flatten().tolist()
+    return f"{span('channel', twice, case.D)} are written more than once, on a GPU in any order" if twice else None

@@ -73,6 +73,10 @@ def one_position(candidate):
     return torch.equal(y, y[:1, :1].expand_as(y))
 
 
+def guard_of(R, threads=256):
+    return re.search(r"threadIdx\.x\) < (\d+)", chapter.cuda_source(rk.rope_neox_naive, 8, R, threads=threads))
+
+
 def gathers(spread, rows):
     """Wrap a kernel over flattened heads: how positions find their rows, and how rows are spread over heads."""
 
@@ -234,6 +238,8 @@ WRONG = {
         "R/2": lambda R, threads=256: R // 2,
         "of 256": lambda R, threads=256: min(R // 2, 256),
         "computed": lambda R, threads=256: min(R // 2, threads),
+        "threads ignored": lambda R, threads=256: guard_of(R) and int(guard_of(R)[1]) or threads,
+        "no if": lambda R, threads=256: int(guard_of(R, threads)[1]),
     },
     "03_2": {
         "a row for each head": lambda S, R, e, heads=1: 3 * S * R * e,
@@ -264,6 +270,9 @@ WRONG = {
         "as often as rows": lambda heads: [16],
         "rows over heads": lambda heads: [16 // heads],
         "one too many": lambda heads: [heads + 1],
+        "heads": lambda heads: [heads],
+        "whole tokens alone": lambda heads: [min(heads, 16)],
+        "every count": lambda heads: [min(heads, 16)] * 1024,
     },
     "04_3": {
         "blocks alone": lambda blocks, block_us, copy_us: blocks * block_us,
@@ -494,6 +503,15 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
 @pytest.mark.parametrize(
     ("name", "answer", "said"),
     [
+        ("03_1", "threads ignored", "R = 256 with 64 threads gave 128, right is 64"),
+        ("03_1", "no if", "R = 512 with 256 threads raised TypeError: where no thread is idle, the CUDA has no `if`"),
+        ("03_2", "no tables", "ledger(524288, 128, 2, 32) gave 268435456, right is 272629760"),
+        ("04_1", "16", "choose_blk_s(100, 128, 2) gave 16, right is 4"),
+        ("04_2", "heads", "uses(32) gave [32], right is [16]"),
+        ("04_2", "whole tokens alone", "uses(3) gave [3], right is [1, 3]"),
+        ("04_2", "every count", "uses(1) has 1024 numbers"),
+        ("04_3", "the copy's time", "float32_us(32768, 0.0006, "),
+        ("04_4", "the copy's bytes", "gain(4000, 0.6) gave 4.69, right is 3.12"),
         ("06_3", "fp16 tables", "misrounded, those of tables rounded to fp16"),
         ("06_3", "without a kernel", "no kernel ran"),
         ("06_3", "one in a hundred misrounded", "% of the elements are misrounded"),

@@ -107,6 +107,11 @@ with T.Kernel(S, threads=threads) as i:
             y[i, p + start] = T.cast(a * c - b * s, dtype)
             y[i, p + start + half] = T.cast(b * c + a * s, dtype)
 """
+ALL_COPIED = """
+with T.Kernel(S, threads=threads) as i:
+    for j in T.Parallel(D):
+        y[i, j] = x[i, j]
+""" + edited(PARTIAL[: PARTIAL.index("    for j")], ("\nwith T.Kernel(S, threads=threads) as i:\n", ""))
 BLOCKED = """
 with T.Kernel(S // blk_s, threads=threads) as block:
     x_tile = T.alloc_shared((blk_s, R), dtype, scope="shared")
@@ -135,6 +140,11 @@ UNSTAGED = edited(
     ("T.Kernel(S, threads=threads) as i", "T.Kernel(S // blk_s, threads=threads) as block"),
     ("for p in T.Parallel(half)", "for j, p in T.Parallel(blk_s, half)"),
     ("[i,", "[block * blk_s + j,"),
+)
+TILES_UNREAD = edited(
+    BLOCKED,
+    ("= T.cast(x_tile[", "= T.cast(x[block * blk_s + "),
+    *[(f"{name}_tile[i", f"{name}[block * blk_s + i") for name in ("cos", "sin")],
 )
 ANY_S = edited(BLOCKED, ("S // blk_s", "T.ceildiv(S, blk_s)"))
 GUARDED = edited(
@@ -234,6 +244,7 @@ WRONG = {  # what is planted in a right kernel, and what the check must say
         (NAIVE, HALF_ARITHMETIC, "rounded in the wrong place"),
         (NAIVE, [("b * c + a * s", 'T.cast(b * c + a * s, "float16")')], "float32: "),
         (NAIVE, [("Kernel(S,", "Kernel(S - 1,")], "nothing was written to row 4 of 5 (the tail)"),
+        (NAIVE, [("Kernel(S,", "Kernel(half,")], "nothing was written to rows 48 … 49 of 50 (the tail)"),
         (NAIVE, [("y[i, p]", "x[i, p]")], "it writes into x"),
         (NAIVE, [("a * c", "a * a")], "only channels 0 … 31 of 64 are wrong, first [0, 0]: got "),
         (NAIVE, [("b = T", "q = T")], "NameError: name 'b' is not defined, in the line `y[i, p] = T.cast(a * c"),
@@ -246,15 +257,21 @@ WRONG = {  # what is planted in a right kernel, and what the check must say
         (PARTIAL, [("start + p", "p"), ("j < start", "j < 0")], "it rotates the channels from 0 on, not from 16"),
         (PARTIAL, [("D - R", "start")], "nothing was written to channels 80 … 95 of 96"),
         (PARTIAL, [("x[i, k]", "0")], "are wrong, first [0, 0]: got 0"),
+        (ALL_COPIED, [], "channels 16 … 79 of 96 are written more than once"),
+        (ALL_COPIED, [("    for j in T.Parallel(D):\n        y[i, j] = x[i, j]", "    T.copy(x[i, 0:D], y[i, 0:D])")],
+         "channels 16 … 79 of 96 are written more than once"),
     ],
     "04_5": [
         (UNSTAGED, [], "x, cos and sin should lie in shared memory: it has 0 arrays there"),
+        (TILES_UNREAD, [], "a thread loads 64 bytes, 32 of them into shared memory"),
+        (BLOCKED, [("sin_tile[i", "sin[block * blk_s + i")], "a thread loads 40 bytes, 32 of them into shared memory"),
         (BLOCKED, [("T.copy(x[block * blk_s, 0]", "T.copy(x[block, 0]")], "wrong, first [16, 0]"),
         (BLOCKED, [("cos[block * blk_s", "cos[block"), ("sin[block * blk_s", "sin[block")], "row 16 of x is turned by"),
         (BLOCKED, [("s = T.cast(sin_tile[i", "s = T.cast(sin_tile[0")], "only 30 of 32 rows are wrong"),
     ],
     "04_6": [
         (BLOCKED, [], "S=50, R=64, blk_s=16, float16: nothing was written to rows 48 … 49 of 50 (the tail)"),
+        (TILES_UNREAD, [("S // blk_s", "T.ceildiv(S, blk_s)")], "32 of them into shared memory"),
         (ANY_S, OTHER_SIGN, "it turns the other way"),
         (ANY_S, [("sin[block * blk_s", "sin[0")], "only rows 16 … 49 of 50 are wrong"),
         (UNSTAGED, [("S // blk_s", "T.ceildiv(S, blk_s)")], "should lie in shared memory"),
