@@ -144,6 +144,11 @@ def elements(compare):
 MISROUNDED = elements(lambda y, exact: y != exact.bfloat16())
 
 
+def as_in_transformers(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * torch.cat((cos, cos), -1) + torch.cat((-b, a), -1) * torch.cat((sin, sin), -1)
+
+
 def cached(mode="neox", rows=slice(None), which=0, ids=lambda positions: positions):
     def rotate_new(cache, new, positions, cos, sin):
         rk.apply_rope(cache[new, which][rows], None, cos, sin, ids(positions)[rows], mode=mode, inplace=True)
@@ -348,7 +353,13 @@ WRONG = {
         "height first": lambda s: (torch.arange(sum(s)) + 1) % 3,
         "the rest first": lambda s: torch.tensor([0] * (s[0] - s[1]) + [0, 1, 2] * s[1]),
     },
-    "09_1": {"two heads": (2, 520), "row bytes": (3, 512), "all of them": (1, 520), "no more": (3, 0)},
+    "09_1": {
+        "two heads": (2, 520),
+        "four heads": (4, 520),
+        "row bytes": (3, 512),
+        "all of them": (1, 520),
+        "no more": (3, 0),
+    },
     "09_2": {
         "not rounded": elements(lambda y, exact: y.double() != exact),
         "right ones": elements(lambda y, exact: y == exact.bfloat16()),
@@ -357,6 +368,7 @@ WRONG = {
         "integers": elements(lambda y, exact: (y != exact.bfloat16()).int()),
         "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
         "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
+        "arithmetic in bfloat16": lambda x, dtype: MISROUNDED(x, dtype, as_in_transformers),
     },
     "09_3": {
         "nothing": lambda cache, new, positions, cos, sin: None,
@@ -494,10 +506,20 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("08_2", "in float32", "the angles belong in float64"),
         ("08_2", "interleaved", "its pairs are interleaved"),
         ("08_2", "times NaN", "got nan"),
+        ("09_1", "two heads", "② reads 512 bytes for 2 heads, ④ 520 with its id"),
+        ("09_1", "four heads", "② reads 768 bytes for 3 heads, ④ 520 with its id"),
+        ("09_1", "row bytes", "it isn't 512 bytes more"),
+        ("09_2", "arithmetic in bfloat16", "the arithmetic is in bfloat16, too"),
     ],
 )
 def test_a_known_mistake_is_named(name, answer, said):
     assert said in CHECKS[f"check_{name}"].fault(WRONG[name][answer])
+
+
+def test_check_09_2_tells_the_shares_that_it_found(capsys):
+    assert ex.check_09_2(MISROUNDED)
+    said = r"misrounded: 2\d\.\d+% with a table in torch\.bfloat16, 0\.0\d+% with a table in torch\.float32\nRight\.\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
 
 
 def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
