@@ -6,6 +6,7 @@ What is right comes from a formula in float64 or from the references, never from
 import ast
 import functools
 import inspect
+import itertools
 import re
 import textwrap
 import unittest.mock
@@ -627,6 +628,9 @@ def check_10_1(order):
             "this order changes the pairs, not the sign": evens_first(tiny.R).tolist(),
             "these are the partners of neox pairs": [*range(half, tiny.R), *range(half)],
         }
+        pairs = [rows[2 * p] // 2 for p in range(half) if rows[2 * p] ^ 1 == rows[2 * p + 1]]
+        if pairs != [*range(half)] and sorted(pairs) == [*range(half)]:
+            mistakes["the pairs have changed places, and each has an angle of its own"] = rows
         yield next((mistake for mistake, made in mistakes.items() if made == rows), f"pair {first} still turns wrongly")
 
 
@@ -650,14 +654,8 @@ def check_10_2(base_of):
 
 
 @checker
-def check_10_3(convert):
-    for R, tokens in ((8, 2), (64, 3)):
-        ours = draw(2, 1, tokens, R)
-        theirs = ours[..., evens_first(R)]  # what transformers' function for DeepSeek-V3 makes of apply_rope's order
-        found = convert(theirs.clone())
-        fault = difference(found, ours)
-        mistakes = {
-            "nothing has moved": theirs,
-            "this is the other direction, from apply_rope's order to that of transformers": theirs[..., evens_first(R)],
-        }
-        yield fault and (recognised(found, mistakes) or fault)
+def check_10_3(diagnose):
+    for two in itertools.combinations(tiny.FAULTS, 2):
+        found = set(diagnose(tiny.rotation(**tiny.FAULTS[two[0]], **tiny.FAULTS[two[1]])))
+        if found != set(two):
+            yield f"of a kernel with {' and '.join(two)} it says: {', '.join(sorted(found)) or 'nothing'}"

@@ -1,5 +1,6 @@
 """The checks of the exercises: planted wrong answers are rejected, with a sentence; other right ones are accepted."""
 
+import itertools
 import math
 import re
 
@@ -8,9 +9,9 @@ import exercises as ex
 import find_the_fault as finder
 import pytest
 import self_checks as sc
+import tiny
 import torch
 from books import NOTEBOOKS, prose
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import rope_kernels as rk
 
@@ -180,8 +181,29 @@ def base_from(formula):
     return lambda kernel: formula(finder.read(kernel)["inv_freq"])
 
 
-def pairs_dealt(k):
-    return torch.stack(k.chunk(2, -1), -1).flatten(-2)
+ENTRY = {
+    "pairs": "neox pairs",
+    "sign": "sign flipped",
+    "channels": "trailing channels",
+    "inv_freq": "base 500000",
+    "attention factor": "no attention factor",
+    "position 0": "positions + 1000",
+}
+
+
+def faults_read(entries):
+    """Diagnose from these entries of the card alone."""
+    wanted = finder.read(tiny.rotation())
+    return lambda kernel: [entries[e] for e in finder.differing(finder.read(kernel), wanted) if e in entries]
+
+
+def faults_tried(kernel):
+    """Try each two of the faults on random heads."""
+    given = *torch.randn(2, 40, tiny.HEADS, tiny.D, device=chapter.DEVICE), torch.arange(40, device=chapter.DEVICE)
+    for two in itertools.combinations(tiny.FAULTS.items(), 2):
+        tried = tiny.rotation(**two[0][1], **two[1][1])(*given)
+        if all(map(torch.equal, tried, kernel(*given))):
+            return {name for name, _ in two}
 
 
 WRONG = {
@@ -402,15 +424,13 @@ WRONG = {
         "NaN": lambda kernel: math.nan,
     },
     "10_3": {
-        "nothing": lambda k: k,
-        "the other way": lambda k: torch.cat((k[..., 0::2], k[..., 1::2]), -1),
-        "in reverse": lambda k: k.flip(-1),
-        "halves exchanged": lambda k: k.roll(k.shape[-1] // 2, -1),
-        "R = 8 only": lambda k: torch.cat((pairs_dealt(k[..., :8]), k[..., 8:]), -1),
-        "odds first": lambda k: torch.stack(k.chunk(2, -1)[::-1], -1).flatten(-2),
-        "not flattened": lambda k: torch.stack(k.chunk(2, -1), -1),
-        "another axis": lambda k: pairs_dealt(k).transpose(0, 1),
-        "NaN": lambda k: k * math.nan,
+        "nothing": lambda kernel: [],
+        "all of them": lambda kernel: list(tiny.FAULTS),
+        "the first alone": lambda kernel: faults_read(ENTRY)(kernel)[:1],
+        "position 0 not looked at": faults_read({e: fault for e, fault in ENTRY.items() if e != "position 0"}),
+        "sign and pairs exchanged": faults_read(ENTRY | {"pairs": ENTRY["sign"], "sign": ENTRY["pairs"]}),
+        "the entries": lambda kernel: finder.differing(finder.read(kernel), finder.read(tiny.rotation())),
+        "one string": lambda kernel: " and ".join(faults_read(ENTRY)(kernel)),
     },
 }  # fmt: skip
 PLANTED = [
@@ -484,7 +504,8 @@ def test_a_check_never_raises(name, capsys):
         ("10_1", torch.tensor(neighbours_swapped(16))),
         ("10_1", [*neighbours_swapped(16)[:16], *range(31, 15, -1)]),  # the rest may lie anyhow, q and k alike
         ("10_2", base_from(lambda inv_freq: inv_freq[2] ** (-len(inv_freq) / 2))),
-        ("10_3", lambda k: k[..., torch.arange(k.shape[-1]).view(2, -1).T.flatten()]),
+        ("10_3", faults_read(ENTRY)),
+        ("10_3", faults_tried),
     ],
 )  # fmt: skip
 def test_other_right_answers_are_accepted(name, answer, capsys):
@@ -557,17 +578,12 @@ SAID = {
     ("10_2", "pair 0"): "whatever the base is",
     ("10_2", "R in place of R/2"): "the exponent is R/2",
     ("10_2", "without the sign"): "the exponent is negative",
-    ("10_3", "nothing"): "nothing has moved",
-    ("10_3", "the other way"): "this is the other direction",
+    ("10_1", "rotated rows in reverse"): "the pairs have changed places",
+    ("10_3", "nothing"): "of a kernel with neox pairs and sign flipped it says: nothing",
+    ("10_3", "position 0 not looked at"): "of a kernel with neox pairs and positions + 1000 it says: neox pairs",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "what"), SAID, ids=lambda part: part)
 def test_a_mistake_of_01_or_10_is_named(name, what):
     assert SAID[name, what] in CHECKS[f"check_{name}"].fault(WRONG[name][what])
-
-
-def test_10_3_begins_with_the_order_of_deepseek_in_transformers():
-    k, (cos, sin) = ex.draw(1, 1, 5, 8), ex.tables(range(1, 6), 8)
-    _, theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(k, k, *(t.repeat(1, 2)[None] for t in (cos, sin)))
-    assert torch.equal(theirs, rk.torch_rope_interleaved(k, cos, sin)[..., ex.evens_first(8)])
