@@ -1,5 +1,6 @@
 """The checks of the exercises: planted wrong answers are rejected, with a sentence; other right ones are accepted."""
 
+import itertools
 import math
 import re
 
@@ -8,9 +9,9 @@ import exercises as ex
 import find_the_fault as finder
 import pytest
 import self_checks as sc
+import tiny
 import torch
 from books import NOTEBOOKS, prose
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import rope_kernels as rk
 
@@ -155,6 +156,11 @@ def elements(compare):
 MISROUNDED = elements(lambda y, exact: y != exact.bfloat16())
 
 
+def as_in_transformers(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * torch.cat((cos, cos), -1) + torch.cat((-b, a), -1) * torch.cat((sin, sin), -1)
+
+
 def cached(mode="neox", rows=slice(None), which=0, ids=lambda positions: positions):
     def rotate_new(cache, new, positions, cos, sin):
         rk.apply_rope(cache[new, which][rows], None, cos, sin, ids(positions)[rows], mode=mode, inplace=True)
@@ -186,8 +192,29 @@ def base_from(formula):
     return lambda kernel: formula(finder.read(kernel)["inv_freq"])
 
 
-def pairs_dealt(k):
-    return torch.stack(k.chunk(2, -1), -1).flatten(-2)
+ENTRY = {
+    "pairs": "neox pairs",
+    "sign": "sign flipped",
+    "channels": "trailing channels",
+    "inv_freq": "base 500000",
+    "attention factor": "no attention factor",
+    "position 0": "positions + 1000",
+}
+
+
+def faults_read(entries):
+    """Diagnose from these entries of the card alone."""
+    wanted = finder.read(tiny.rotation())
+    return lambda kernel: [entries[e] for e in finder.differing(finder.read(kernel), wanted) if e in entries]
+
+
+def faults_tried(kernel):
+    """Try each two of the faults on random heads."""
+    given = *torch.randn(2, 40, tiny.HEADS, tiny.D, device=chapter.DEVICE), torch.arange(40, device=chapter.DEVICE)
+    for two in itertools.combinations(tiny.FAULTS.items(), 2):
+        tried = tiny.rotation(**two[0][1], **two[1][1])(*given)
+        if all(map(torch.equal, tried, kernel(*given))):
+            return {name for name, _ in two}
 
 
 WRONG = {
@@ -367,7 +394,13 @@ WRONG = {
         "height first": lambda s: (torch.arange(sum(s)) + 1) % 3,
         "the rest first": lambda s: torch.tensor([0] * (s[0] - s[1]) + [0, 1, 2] * s[1]),
     },
-    "09_1": {"two heads": (2, 520), "row bytes": (3, 512), "all of them": (1, 520), "no more": (3, 0)},
+    "09_1": {
+        "two heads": (2, 520),
+        "four heads": (4, 520),
+        "row bytes": (3, 512),
+        "all of them": (1, 520),
+        "no more": (3, 0),
+    },
     "09_2": {
         "not rounded": elements(lambda y, exact: y.double() != exact),
         "right ones": elements(lambda y, exact: y == exact.bfloat16()),
@@ -376,6 +409,7 @@ WRONG = {
         "integers": elements(lambda y, exact: (y != exact.bfloat16()).int()),
         "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
         "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
+        "arithmetic in bfloat16": lambda x, dtype: MISROUNDED(x, dtype, as_in_transformers),
     },
     "09_3": {
         "nothing": lambda cache, new, positions, cos, sin: None,
@@ -409,15 +443,13 @@ WRONG = {
         "NaN": lambda kernel: math.nan,
     },
     "10_3": {
-        "nothing": lambda k: k,
-        "the other way": lambda k: torch.cat((k[..., 0::2], k[..., 1::2]), -1),
-        "in reverse": lambda k: k.flip(-1),
-        "halves exchanged": lambda k: k.roll(k.shape[-1] // 2, -1),
-        "R = 8 only": lambda k: torch.cat((pairs_dealt(k[..., :8]), k[..., 8:]), -1),
-        "odds first": lambda k: torch.stack(k.chunk(2, -1)[::-1], -1).flatten(-2),
-        "not flattened": lambda k: torch.stack(k.chunk(2, -1), -1),
-        "another axis": lambda k: pairs_dealt(k).transpose(0, 1),
-        "NaN": lambda k: k * math.nan,
+        "nothing": lambda kernel: [],
+        "all of them": lambda kernel: list(tiny.FAULTS),
+        "the first alone": lambda kernel: faults_read(ENTRY)(kernel)[:1],
+        "position 0 not looked at": faults_read({e: fault for e, fault in ENTRY.items() if e != "position 0"}),
+        "sign and pairs exchanged": faults_read(ENTRY | {"pairs": ENTRY["sign"], "sign": ENTRY["pairs"]}),
+        "the entries": lambda kernel: finder.differing(finder.read(kernel), finder.read(tiny.rotation())),
+        "one string": lambda kernel: " and ".join(faults_read(ENTRY)(kernel)),
     },
 }  # fmt: skip
 PLANTED = [
@@ -492,7 +524,8 @@ def test_a_check_never_raises(name, capsys):
         ("10_1", torch.tensor(neighbours_swapped(16))),
         ("10_1", [*neighbours_swapped(16)[:16], *range(31, 15, -1)]),  # the rest may lie anyhow, q and k alike
         ("10_2", base_from(lambda inv_freq: inv_freq[2] ** (-len(inv_freq) / 2))),
-        ("10_3", lambda k: k[..., torch.arange(k.shape[-1]).view(2, -1).T.flatten()]),
+        ("10_3", faults_read(ENTRY)),
+        ("10_3", faults_tried),
     ],
 )  # fmt: skip
 def test_other_right_answers_are_accepted(name, answer, capsys):
@@ -523,6 +556,10 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("08_2", "in float32", "the angles belong in float64"),
         ("08_2", "interleaved", "its pairs are interleaved"),
         ("08_2", "times NaN", "got nan"),
+        ("09_1", "two heads", "② reads 512 bytes for 2 heads, ④ 520 with its id"),
+        ("09_1", "four heads", "② reads 768 bytes for 3 heads, ④ 520 with its id"),
+        ("09_1", "row bytes", "it isn't 512 bytes more"),
+        ("09_2", "arithmetic in bfloat16", "the arithmetic is in bfloat16, too"),
     ],
 )
 def test_a_known_mistake_is_named(name, answer, said):
@@ -533,6 +570,12 @@ def test_02_3_lists_what_a_right_answer_catches(capsys):
     assert ex.check_02_3(rows_equal())
     caught = "table transposed, table row above, positions ignored, head index as position"
     assert capsys.readouterr().out == f"It catches 4 of the 11: {caught}.\nRight.\n"
+
+
+def test_check_09_2_tells_the_shares_that_it_found(capsys):
+    assert ex.check_09_2(MISROUNDED)
+    said = r"misrounded: 2\d\.\d+% with a table in torch\.bfloat16, 0\.0\d+% with a table in torch\.float32\nRight\.\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
 
 
 def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
@@ -573,17 +616,12 @@ SAID = {
     ("10_2", "pair 0"): "whatever the base is",
     ("10_2", "R in place of R/2"): "the exponent is R/2",
     ("10_2", "without the sign"): "the exponent is negative",
-    ("10_3", "nothing"): "nothing has moved",
-    ("10_3", "the other way"): "this is the other direction",
+    ("10_1", "rotated rows in reverse"): "the pairs have changed places",
+    ("10_3", "nothing"): "of a kernel with neox pairs and sign flipped it says: nothing",
+    ("10_3", "position 0 not looked at"): "of a kernel with neox pairs and positions + 1000 it says: neox pairs",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "what"), SAID, ids=lambda part: part)
 def test_a_mistake_of_01_02_or_10_is_named(name, what):
     assert SAID[name, what] in CHECKS[f"check_{name}"].fault(WRONG[name][what])
-
-
-def test_10_3_begins_with_the_order_of_deepseek_in_transformers():
-    k, (cos, sin) = ex.draw(1, 1, 5, 8), ex.tables(range(1, 6), 8)
-    _, theirs = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(k, k, *(t.repeat(1, 2)[None] for t in (cos, sin)))
-    assert torch.equal(theirs, rk.torch_rope_interleaved(k, cos, sin)[..., ex.evens_first(8)])
