@@ -447,7 +447,11 @@ def check_06_3(rotate):
 @checker
 def check_07_1(rope_width):
     for head_dim, share, R in ((180, 0.7, 126), (80, 0.4, 32), (96, 0.25, 24), (128, 1.0, 128), (4, 0.5, 2)):
-        yield value(f"rope_width({head_dim}, {share})", rope_width(head_dim, share), R)
+        try:
+            found = rope_width(head_dim, share)
+        except ValueError:
+            found = "a ValueError"
+        yield None if found == R else f"rope_width({head_dim}, {share}) gives {found}, right is {R}"
     for head_dim, share in (
         (90, 0.7),
         (66, 0.5),
@@ -469,13 +473,21 @@ def check_07_1(rope_width):
 def check_07_2(gemma_rope):
     cos, sin = tables(range(1, 10), 512, base=1e6)
     cos[:, 64:], sin[:, 64:] = 1, 0  # the idle pairs
-    x, turning = draw(9, 512), (cos[:, :64], sin[:, :64])
-    yield difference(gemma_rope(x.clone(), *turning), rk.torch_rope_neox(x, cos, sin), 1e-12)
-    heads = draw(2, 9, 512)
-    yield difference(gemma_rope(heads.clone(), *turning), rk.torch_rope_neox(heads, cos, sin), 1e-12)
+    turning = cos[:, :64], sin[:, :64]
+    for x in (draw(9, 512), draw(2, 9, 512)):
+        found, right = gemma_rope(x.clone(), *turning), rk.torch_rope_neox(x, cos, sin)
+        mistakes = {
+            "x comes back as it was": x,
+            "channel 0 was paired with 64, its partner is 256": rk.torch_partial_rope(x, *turning, "neox", 0),
+            "channel 0 was paired with 1, its partner is 256": rk.torch_partial_rope(x, *turning, "interleaved", 0),
+            "it turns the other way": rk.torch_rope_neox(x, cos, -sin),
+        }
+        fault = difference(found, right, 1e-12)
+        yield fault and (recognised(found, mistakes) or fault)
     idle = [*range(64, 256), *range(320, 512)]
-    x[:, idle] = float("inf")
-    yield None if torch.equal(gemma_rope(x.clone(), *turning)[:, idle], x[:, idle]) else "idle channels change"
+    x[..., idle] = float("inf")
+    untouched = torch.equal(gemma_rope(x.clone(), *turning)[..., idle], x[..., idle])
+    yield None if untouched else "the channels that don't turn take part in the arithmetic: inf in them became NaN"
 
 
 @checker
@@ -487,18 +499,21 @@ def check_07_3(for_neox):
         return torch.einsum("mhd,nhd->hmn", q, k)
 
     for heads, D, R in ((2, 16, 8), (3, 32, 16), (1, 24, 24)):
-        row, passing = torch.arange(R), list(range(R, D))
-        named = {  # what W's rows become when a known mistake is made
-            "the rows are still where they were": [*range(D)],
-            "the rows went the other way: neighbours come from the halves": [*row.view(2, -1).T.flatten(), *passing],
-            "the channels that pass were reordered too": [*range(0, D, 2), *range(1, D, 2)] if R < D else [],
-        }
         weights = [draw(heads * D, 32, seed=seed) for seed in (1, 2)]
         moved = [for_neox(W.clone(), heads, R) for W in weights]
-        for mistake, order in named.items():
-            if order and torch.equal(moved[0], weights[0].view(heads, D, 32)[:, order].flatten(0, 1)):
-                yield mistake
-        yield difference(scores(moved, "neox", heads, R), scores(weights, "interleaved", heads, R), 1e-9)
+        yield difference(moved[0], weights[0], float("inf"))  # a tensor of another shape, or none
+        rows, passing = torch.arange(heads * D).view(heads, D), [*range(R, D)]
+        mistakes = {
+            "the rows are still where they were": rows,
+            "the rows went the other way: neighbours come from the halves": rows[
+                :, [*evens_first(R).argsort(), *passing]
+            ],
+            "the channels that pass were reordered too": rows[:, evens_first(D)],
+            "only head 0's rows moved": torch.cat((rows[:1, [*evens_first(R), *passing]], rows[1:])),
+        }
+        mistakes = {mistake: weights[0][order.flatten()] for mistake, order in mistakes.items()}
+        fault = difference(scores(moved, "neox", heads, R), scores(weights, "interleaved", heads, R), 1e-9)
+        yield fault and (recognised(moved[0], mistakes) or f"of the scores (head, query, key) {fault}")
 
 
 # ------------------------------------------------------------------------------------------ 08 frequency tables
@@ -508,9 +523,13 @@ def check_07_3(for_neox):
 def check_08_1(unfinished):
     for base, length in ((500000.0, 8192), (500000.0, 131072), (10000.0, 4096), (1e6, 1)):
         wavelengths = [2 * torch.pi * base ** (2 * p / 128) for p in range(64)]
-        inv_freq = base ** (-2 * torch.arange(64, dtype=torch.float64) / 128)
-        right = sum(wavelength > length for wavelength in wavelengths)
-        yield value(f"for base {base:g} and {length} tokens it", unfinished(inv_freq, length), right)
+        inv_freq = base ** (-2 * torch.arange(66, dtype=torch.float64) / 128)
+        inv_freq[64:] = 0  # as in proportional: these never turn
+        found, right = unfinished(inv_freq, length), sum(wavelength > length for wavelength in wavelengths) + 2
+        fault = (
+            f"for base {base:g}, {length} tokens, 64 pairs and 2 of frequency 0 it returned {found}, right is {right}"
+        )
+        yield None if found == right else fault
 
 
 @checker
@@ -533,10 +552,16 @@ def check_08_2(move):
             "its pairs are interleaved, those of the cache are neox": turned(
                 cached, long - short, rk.torch_rope_interleaved
             ),
+            "it takes the positions 0, 1, 2 … for those in `positions`": turned(
+                cached, long - short, at=torch.arange(4)
+            ),
             "the values are right to 1e-3 only: the angles belong in float64": right,
         }
         found = move(cached.clone(), at.clone(), short.clone(), long.clone())
         if wrong := difference(found, right, 1e-5):
+            if difference(found, right, float("inf")) is None:  # a tensor of this shape
+                scale = ((found * right).sum() / (right * right).sum()).item()
+                known[f"the keys are right but for a factor of {scale:.3f}: theirs is in them already"] = scale * right
             yield next((name for name, result in known.items() if difference(found, result, 1e-3) is None), wrong)
 
 
@@ -549,7 +574,12 @@ def check_08_3(interleaved_axes):
                 if left[axis]:
                     left[axis] -= 1
                     right.append(axis)
-        yield value(f"the axis of {sections}", torch.as_tensor(interleaved_axes(list(sections))).tolist(), right)
+        found = torch.as_tensor(interleaved_axes(list(sections))).tolist()
+        yield None if len(found) == len(right) else f"{sections} gives {len(found)} pairs, right is {len(right)}"
+        wrong = (
+            f"pair {p} has axis {a}, right is {b}" for p, (a, b) in enumerate(zip(found, right, strict=True)) if a != b
+        )
+        yield next((f"in {sections} {fault}" for fault in wrong), None)
 
 
 # ------------------------------------------------------------------------------------------ 09 to the roofline
