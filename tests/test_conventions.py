@@ -77,6 +77,16 @@ def test_nearly_every_type_is_read_and_every_other_has_a_reason():
     assert all(schema <= set(row) and row["start"] + row["R"] <= row["D"] for row in MODELS.values())
 
 
+@pytest.mark.skipif(not PINNED, reason="another version may have other default widths")
+def test_heads_are_as_wide_as_by_default():
+    for key, row in MODELS.items():
+        config = transformers.CONFIG_MAPPING[key.split(":")[0]]().get_text_config(decoder=True)
+        layers = config.per_layer_config if config.is_heterogeneous else [config]
+        widths = {conventions.get(layer, "head_dim") for layer in layers} - {None, 0}  # GLM-5-Next says 0
+        if widths and row["R"] == row["D"] and row["class"] != "CsmDepthDecoderModel":  # another configuration's
+            assert row["D"] in widths, key
+
+
 def line(name, key):
     """The line of README's table for a family."""
     row = MODELS[key]

@@ -11,7 +11,8 @@ its q·k products. The function is then called again on unit vectors, which give
 pairing: (a, b) = (p, p + R/2) is "neox", (2p, 2p + 1) "interleaved", counted from `start`. order: (u, v) = (a, b) is
 "kept"; neighbours written to p and p + R/2 are "halves". sign: that of s at position 1; null where positions are places
 in an image. D, start: from where y lies in the q of the product. qk_norm: q and k of all tokens have one norm. layers:
-which products of the same kind have a q that isn't rotated. class: the text backbone, or what was read in its place.
+which products of the same kind have a q that isn't rotated. Where layers differ, a key says behind a colon which
+row is whose: the layers' type, or the stack that holds them. class: the text backbone, or what was read in its place.
 not_default: what was set because the default configuration doesn't run, or doesn't rotate, without it.
 Each call is executed, with a table that `rope_table` makes from the angles of position 1, on random x at all positions.
 Where it differs from the type's function by more than 1e-5, no row is written: "not_read" has the reason.
@@ -85,16 +86,15 @@ EXTRA = {  # what a type's default configuration lacks to run, or to rotate at a
 
 
 def get(config, name):
-    """Return an attribute, or None where there is none or it differs by layer."""
-    with contextlib.suppress(Exception):
+    """Return an attribute, the one said for the whole model where it differs by layer, or None."""
+    try:
         return getattr(config, name, None)
+    except Exception:  # one for each layer
+        return vars(config).get(name)
 
 
 def has(config, name):
-    try:
-        return hasattr(config, name)
-    except Exception:  # it has one for each layer
-        return True
+    return get(config, name) is not None or name in vars(config)
 
 
 def small(kind, wide):
@@ -107,8 +107,8 @@ def small(kind, wide):
         if has(default, "head_dim") and not computed:
             keys["head_dim"] = head_dim
         if not wide:
-            keys["hidden_size"] = 64 if "head_dim" in keys and get(default, "head_dim") else 2 * head_dim
             heads = keys["num_attention_heads"] = 2
+            keys["hidden_size"] = 2 * head_dim  # some types ignore head_dim, and divide
         keys["num_key_value_heads"] = 1 if not wide and kv not in (None, get(default, "num_attention_heads")) else heads
     layers = get(default, "num_hidden_layers")
     if isinstance(layers, int):
@@ -157,16 +157,13 @@ def inputs(model):
 
     patch, merge = number("patch_size", otherwise=14), number("spatial_merge_size", "merge_kernel_size", otherwise=2)
     inner = get(config, "vision_config") or get(config, "semantic_model_config") or config
-    colours, frames = (
-        number("in_channels", "num_channels", "in_chans", otherwise=3),
-        number("temporal_patch_size", otherwise=1),
-    )
+    colours = number("in_channels", "num_channels", "in_chans", otherwise=3)
     size = min(number("image_size", otherwise=4 * patch), 32 * patch)
     given = {n: torch.arange(3, 3 + TOKENS)[None] for n in ("input_ids", "decoder_input_ids") if n in parameters}
     given |= {"use_cache": False} if "use_cache" in parameters else {}
     grid = {n: torch.tensor([[1, 2 * merge, 2 * merge]]) for n in ("grid_thw", "image_grid_thw") if n in needed}
     if grid:
-        patches = torch.randn(4 * merge**2, colours * frames * patch**2)
+        patches = torch.randn(4 * merge**2, colours * number("temporal_patch_size", otherwise=1) * patch**2)
         given |= grid | {n: patches for n in ("hidden_states", "pixel_values") if n in needed}
     if "merge_sizes" in needed:
         given["merge_sizes"] = torch.tensor([merge])
@@ -201,14 +198,7 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result, name = function(*args, **(kwargs or {})), getattr(function, "__name__", "")
-        if self.inside or name not in (
-            "matmul",
-            "__matmul__",
-            "bmm",
-            "baddbmm",
-            "einsum",
-            "scaled_dot_product_attention",
-        ):
+        if self.inside or name not in PRODUCTS:
             return result
         tensors = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
         if name == "baddbmm":
@@ -222,10 +212,10 @@ class Watch(torch.overrides.TorchFunctionMode):
         return result
 
     def place(self):
-        """The layer (the first number in its path) and the class of the innermost module that is running."""
+        """The layer of the innermost module that is running, (first number in its path, stack), and its class."""
         part = self.stack[-1]
-        number = re.search(r"\.(\d+)(\.|$)", "." + self.names.get(id(part), ""))
-        return (int(number[1]) if number else 0), type(part).__name__
+        stack, *rest = self.names.get(id(part), "").split(".")
+        return (next((int(name) for name in rest if name.isdigit()), 0), stack), type(part).__name__
 
     def kept(self, function):
         @functools.wraps(function)
@@ -294,6 +284,10 @@ def rotation(call):
     pairs = [(a, b) for a in moved for b in moved if a < b and written[a] == written[b]]
     if len(pairs) * 2 != len(moved) or any(len(rows) != 2 for rows in written.values()):
         raise ValueError("its channels are not turned in pairs")
+    a, b = torch.tensor(pairs).T
+    u, v = torch.tensor([written[first] for first in a.tolist()]).T
+    if not torch.equal(matrix[..., u, a], matrix[..., v, b]):
+        raise ValueError("it multiplies the two channels of a pair by cosines of different angles: no rotation")
     a, b = pairs[0]
     half = b - a
     if all(pair == (a + 2 * p, a + 2 * p + 1) for p, pair in enumerate(pairs)) and len(pairs) > 1:
@@ -383,19 +377,13 @@ def rows(watch):
         sign = executed(call, *of_q)
         if of_k[0] != of_q[0] or k_spot != spot or executed(k_call, *of_k) != sign:
             raise ValueError(f"q and k are rotated differently: {of_q[0]} and {of_k[0]}")
-        kind, D = of_q[0], tensors[0].shape[-1]
-        row = {
-            "pairing": kind["pairing"],
-            "order": kind["order"],
-            "D": D,
-            "R": kind["R"],
-            "start": spot + kind["start"],
-        }
-        row |= {"sign": sign, "qk_norm": all(norms)}
+        kind = of_q[0]
+        row = {"pairing": kind["pairing"], "order": kind["order"], "D": tensors[0].shape[-1], "R": kind["R"]}
+        row |= {"start": spot + kind["start"], "sign": sign, "qk_norm": all(norms)}
         if kind["turning"] * 2 < kind["R"]:
             row["turning_pairs"] = kind["turning"]
         found.setdefault(place[0], []).append(row)
-    return found, sorted(layer for layer, part in unrotated if part in places)
+    return found, sorted({number for (number, stack), part in unrotated if part in places})
 
 
 def line(row):
@@ -414,10 +402,9 @@ def layers_without(config, unrotated, n):
         return "all"
     lists = {key.lstrip("_"): v for key, v in vars(config).items() if isinstance(v, list) and len(v) >= n}
     for key, values in sorted(lists.items(), key=lambda item: ("rope" not in item[0], len(set(map(str, item[1]))))):
-        if True:
-            without = {str(values[layer]) for layer in unrotated}
-            if without.isdisjoint(str(values[layer]) for layer in range(n) if layer not in unrotated):
-                return f"some layers have no rope, by {key}: {' or '.join(sorted(without))}"
+        without = {str(values[layer]) for layer in unrotated}
+        if without.isdisjoint(str(values[layer]) for layer in range(n) if layer not in unrotated):
+            return f"some layers have no rope, by {key}: {' or '.join(sorted(without))}"
     return f"some layers have no rope: {unrotated} of the first {n}"
 
 
@@ -472,10 +459,10 @@ def read(folder, model_type, seed=0):
                     kinds.setdefault(json.dumps(row | {"qk_norm": None}), (layer, row))
             result = {}
             types = get(config, "layer_types")
-            for layer, row in kinds.values():
+            for (number, stack), row in kinds.values():
                 key = model_type
                 if len(kinds) > 1:
-                    key += ":" + (types[layer] if types else f"layer {layer}")
+                    key += ":" + (types[number] if types else stack)
                 if key in result:
                     raise ValueError(f"layers of one type differ: {kinds}")
                 result[key] = row | {"layers": layers, "call": line(row), "class": name}
