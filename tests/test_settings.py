@@ -1,6 +1,7 @@
 """rope_settings: whole config.json files, against float64 formulas and against transformers' own classes."""
 
 import collections
+import contextlib
 import copy
 import importlib
 import inspect
@@ -11,6 +12,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from conftest import ROOT
 from oracle import by_hand
 
 from rope_kernels import _LEFT_OUT, rope_frequencies, rope_settings, rope_table
@@ -135,12 +137,18 @@ def rotary_classes():
             config = next(
                 (p for p in parameters if inspect.isclass(p) and issubclass(p, transformers.PreTrainedConfig)), 0
             )
-            if config and (inspected := config()):
+            if config and (inspected := built(config)):
                 parts = [getattr(inspected, part, None) for part in inspected.sub_configs]
                 for part in (inspected, *parts, inspected.get_text_config()):
                     if frequencies(cls, part):
                         yield cls, part
                         break
+
+
+def built(config):
+    """Return a default configuration, or None where it needs a library that is not installed."""
+    with contextlib.suppress(ImportError):
+        return config()
 
 
 def frequencies(cls, config):
@@ -234,7 +242,8 @@ def test_every_rotary_class_of_transformers_gets_its_table_or_a_reason():
                     different.append(case)
                 counts["same"] += 1
     assert not different and not unexplained
-    assert len(classes) >= 220 and counts["same"] >= 1500 and counts["refused"] <= 155, (len(classes), counts)
+    if f"transformers=={transformers.__version__}\n" in (ROOT / "requirements.txt").read_text():
+        assert len(classes) >= 220 and counts["same"] >= 1500 and counts["refused"] <= 155, (len(classes), counts)
 
 
 # --------------------------------------------------------------------------------------- what the files say otherwise
