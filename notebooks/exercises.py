@@ -357,6 +357,14 @@ def sectors(addresses, width):
 
 @checker
 def check_05_1(counts):
+    mistakes = {
+        (160, 256): "these are sectors of 2-byte elements: pass bytes_an_element=4 for float32",
+        (512, 256): "② and ③ are exchanged",
+        (16, 64): "these are requests, and each touches several sectors",
+        (16, 8): "these are the sectors of one request: add up all those of a block",
+        (32, 64): "these are the sectors of one warp, and a block has eight",
+    }
+    yield mistakes.get(tuple(counts))
     blocked, interleaved = counts
     warps, row = 8, 512  # bytes of a float32 row
     half_rows = [lane // 16 * row + lane % 16 * 16 for lane in range(32)]
@@ -408,7 +416,10 @@ def check_05_5(my_rope):
 def check_06_1(first_lost):
     bits = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, "float8_e4m3fn": 4, "float8_e5m2": 3}
     for name, p in bits.items():
-        yield value(f"first_lost(torch.{name})", first_lost(getattr(torch, name)), 2**p + 1)
+        found = first_lost(getattr(torch, name))
+        if isinstance(found, float):
+            yield f"first_lost(torch.{name}) is a float, which can't hold every such integer: return an int"
+        yield value(f"first_lost(torch.{name})", found, 2**p + 1)
 
 
 @checker
@@ -431,8 +442,12 @@ def check_06_3(rotate):
         unittest.mock.patch.object(rk, "apply_rope", wraps=rk.apply_rope) as op,
     ):
         found = rotate(x.clone(), cos.clone(), sin.clone())
-    yield difference(found, exact, 0.05)
-    yield value("the result's dtype", found.dtype, x.dtype)
+    fault = difference(found, exact, 0.05)
+    if fault and difference(found, rk.torch_rope_interleaved(x.double(), cos, sin), 0.05) is None:
+        yield "it pairs the channels 2p and 2p + 1, the other convention"
+    yield fault
+    if found.dtype != x.dtype:
+        yield f"the result has dtype {str(found.dtype)[6:]}, not float16"
     best = torch.from_numpy(exact.numpy().astype("float16"))  # numpy rounds float64 to float16 once
     share = (found.cpu() != best).double().mean().item()
     if share >= 1e-3:
