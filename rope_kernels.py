@@ -875,7 +875,9 @@ for _factory in (rope_neox_naive, rope_neox_blocked, rope_interleaved_blocked, r
     if not torch.cuda.is_available():
         vars(_factory).update(C_BACKEND)
 _in_c = copy.copy(rope_per_token)  # for tensors on the CPU, also beside a CUDA device
-_in_c.__post_init__()  # a cache of its own
+_in_c.func = copy.copy(rope_per_token.func)
+for _part in (_in_c, _in_c.func):
+    _part.__post_init__()  # each with a cache of its own
 vars(_in_c).update(C_BACKEND)
 
 
@@ -1136,9 +1138,9 @@ def _geometry(threads, inplace, narrow):
         return 8, {"trigger": True}
     if inplace and threads > 2**15:  # lines are read and written back: fewer of them under way
         return 16, {"per_thread": 2, "threads": 32}
-    if narrow:  # a thread has too little under way by one head
-        return 16, {"per_thread": 2, "threads": 256}
-    return 8 if inplace else 16, {}
+    if inplace or narrow:  # by one head a thread has too little under way
+        return 8 if inplace else 16, {"per_thread": 2, "threads": 256}
+    return 16, {}
 
 
 def _rotate_in_c(q, k, cos, sin, positions, mode, start, inverse, inplace):

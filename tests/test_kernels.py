@@ -343,6 +343,14 @@ def test_the_cuda_compiles(options):
         tilelang.compile(function, target=target, pass_configs=rk.rope_per_token.cuda_pass_configs)
 
 
+def test_what_was_made_for_the_cpu_is_not_taken_on_cuda():
+    """TileLang keeps a function by its arguments alone."""
+    sizes = 11, 3, 88, 88
+    rk._in_c(*sizes, dtype="float16")
+    with tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"}):
+        assert "strides=" in rk.rope_per_token.func(*sizes, dtype="float16").script()
+
+
 OVERLAPPED = {
     "gathered": {"width": 8},
     "narrow": {"width": 1, "mode": "interleaved"},
