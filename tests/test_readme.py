@@ -62,6 +62,11 @@ def test_the_results_are_the_recorded_ones():
     ours, liger, compiled = (host[name] for name in names)
     line = f"{ours} `apply_rope`, {liger} Liger-Kernel and {compiled} the compiled function"
     assert line in " ".join(TEXT.split())
+    records, in_place = RECORDED["op_records"], "apply_rope, in place"
+    fused = {(r["pairing"], r["tokens"]): r["median_us"] for r in records if r["implementation"] == in_place}
+    for name, words in (("SGLang", "SGLang's kernel takes"), ("FlashInfer", "FlashInfer's")):
+        ratios = [r["median_us"] / fused[r["pairing"], r["tokens"]] for r in records if r["implementation"] == name]
+        assert len(ratios) == 20 and f"{words} {min(ratios):.2f} to {max(ratios):.2f} times" in " ".join(TEXT.split())
     provenance = RECORDED["provenance"]
     assert f"{provenance['gpu']}, {provenance['date']}" in TEXT
 
