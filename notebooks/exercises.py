@@ -500,9 +500,11 @@ def check_07_2(gemma_rope):
         fault = difference(found, right, 1e-12)
         yield fault and (recognised(found, mistakes) or fault)
     idle = [*range(64, 256), *range(320, 512)]
-    x[..., idle] = float("inf")
-    untouched = torch.equal(gemma_rope(x.clone(), *turning)[..., idle], x[..., idle])
-    yield None if untouched else "the channels that don't turn take part in the arithmetic: inf in them became NaN"
+    for name, bits in (("inf", 0x7FF0 << 48), ("−0.0", -1 << 63), ("a NaN with a mark", 0x7FF8 << 48 | 5)):
+        x[..., idle] = torch.tensor(bits).view(torch.float64)
+        kept = gemma_rope(x.clone(), *turning)[..., idle].view(torch.int64) == bits
+        fault = f"the channels that don't turn take part in the arithmetic: {name} in them doesn't keep its bits"
+        yield None if kept.all() else fault
 
 
 @checker
@@ -541,9 +543,11 @@ def check_08_1(unfinished):
         inv_freq = base ** (-2 * torch.arange(66, dtype=torch.float64) / 128)
         inv_freq[64:] = 0  # as in proportional: these never turn
         found, right = unfinished(inv_freq, length), sum(wavelength > length for wavelength in wavelengths) + 2
+        radian = sum(wavelength > 2 * torch.pi * length for wavelength in wavelengths) + 2
         fault = (
             f"for base {base:g}, {length} tokens, 64 pairs and 2 of frequency 0 it returned {found}, right is {right}"
         )
+        fault += "; did you take 1 radian for a turn (2π)?" if found == radian else ""
         yield None if found == right else fault
 
 

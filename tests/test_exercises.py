@@ -131,6 +131,10 @@ def gemma(index):
     return rope
 
 
+def gemma_then(change):
+    return lambda x, cos, sin: change(gemma([*range(64), *range(256, 320)])(x, cos, sin))
+
+
 def gemma_full(x, cos, sin):
     one, zero = torch.ones(*cos.shape[:-1], 192).to(cos), torch.zeros(*cos.shape[:-1], 192).to(cos)
     return rk.torch_rope_neox(x, torch.cat((cos, one), -1), torch.cat((sin, zero), -1))
@@ -372,6 +376,8 @@ WRONG = {
         "one half": gemma(torch.arange(64, 192)),
         "the other order": gemma(torch.cat((torch.arange(256, 320), torch.arange(64)))),
         "idle pairs multiplied": gemma_full,
+        "zero added": gemma_then(lambda y: y + 0.0),
+        "NaN made anew": gemma_then(lambda y: torch.where(y.isnan(), torch.nan, y)),
         "neighbours": lambda x, cos, sin: rk.torch_partial_rope(x, cos, sin, "interleaved", start=0),
         "nothing": lambda x, cos, sin: x,
     },
@@ -568,7 +574,9 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("07_2", "the first 128", "channel 0 was paired with 64, its partner is 256"),
         ("07_2", "neighbours", "channel 0 was paired with 1, its partner is 256"),
         ("07_2", "the other order", "it turns the other way"),
-        ("07_2", "idle pairs multiplied", "inf in them became NaN"),
+        ("07_2", "idle pairs multiplied", "inf in them doesn't keep its bits"),
+        ("07_2", "zero added", "−0.0 in them doesn't keep its bits"),
+        ("07_2", "NaN made anew", "a NaN with a mark in them doesn't keep its bits"),
         ("07_2", "nothing", "x comes back as it was"),
         ("07_3", "nothing", "the rows are still where they were"),
         ("07_3", "whole heads", "the channels that pass were reordered too"),
@@ -576,7 +584,7 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("07_3", "one head", "only head 0's rows moved"),
         ("07_3", "the tail", "of the scores (head, query, key) "),
         ("07_3", "a head too few", "it returned the shape (16, 32), right is (32, 32)"),
-        ("08_1", "a radian", "right is 31"),
+        ("08_1", "a radian", "right is 31; did you take 1 radian for a turn (2π)?"),
         ("08_1", "zeros skipped", "it returned 29, right is 31"),
         ("08_2", "rows 0, 1, 2", "takes the positions 0, 1, 2"),
         ("08_2", "the factor again", "but for a factor of 1.190"),
