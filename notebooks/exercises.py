@@ -137,6 +137,8 @@ def check_01_2(to_interleaved):
         query, key = ((draw(n * D, 48, seed=n), draw(n * D, seed=9 + n)) for n in (heads_q, heads_k))
         moved = [to_interleaved(*(t.clone() for t in layer), n) for layer, n in ((query, heads_q), (key, heads_k))]
         for layer, result in ((query, moved[0]), (key, moved[1])):
+            if not isinstance(result, tuple | list) or [isinstance(t, torch.Tensor) for t in result] != [True, True]:
+                yield "return two tensors, W and b"
             for name, tensor, kept in zip(("weight", "bias"), result, layer, strict=True):
                 if tensor.shape != kept.shape:
                     yield f"the {name} has the shape {tuple(tensor.shape)}, right is {tuple(kept.shape)}"
@@ -177,6 +179,10 @@ def check_01_3(which):
 
 @checker
 def check_02_2(my_fault):
+    try:
+        sc.run_and_look(my_fault, *sc.data())
+    except sc.Fault as fault:
+        yield str(fault)
     verdicts = {name: passes(my_fault, "neox") for name, passes in sc.CHECKS.items()}
     caught = [name for name, passed in verdicts.items() if not passed and name != "agreement"]
     if caught:

@@ -408,8 +408,8 @@ def position_off_by_one(x, cos, sin, positions):
     return gathered(x, cos, sin, positions + 1)
 
 
-@wrong("angle halved")
-def angle_halved(x, cos, sin, positions):
+@wrong("position halved (m // 2)")
+def position_halved(x, cos, sin, positions):
     return gathered(x, cos, sin, positions // 2)  # as when a row's position comes from counting twice the heads
 
 

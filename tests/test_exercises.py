@@ -237,6 +237,8 @@ WRONG = {
         "heads ignored": lambda W, b, heads: move(halves_dealt)(W, b, 1),
         "two heads": lambda W, b, heads: move(halves_dealt)(W, b, 2),
         "columns": lambda W, b, heads: (W[:, halves_dealt(W.shape[1])], b),
+        "weight alone": lambda W, b, heads: move(halves_dealt)(W, b, heads)[0],
+        "nothing returned": lambda W, b, heads: None,
         "bias as a row": lambda W, b, heads: (lambda W, b: (W, b[None]))(*move(halves_dealt)(W, b, heads)),
     },
     "01_3": {
@@ -251,6 +253,7 @@ WRONG = {
         "norm": lambda x, cos, sin: 2 * rk.torch_rope_neox(x, cos, sin),
         "one of the 21": sc.WRONG["frequencies in reverse"],
         "seen by the quarter turn": rk.torch_rope_interleaved,
+        "nothing returned": lambda x, cos, sin: None,
     },
     "02_3": {
         "yes": lambda candidate: True,
@@ -646,8 +649,11 @@ SAID = {
     ("01_2", "the other direction"): "the direction is the other one",
     ("01_2", "bias forgotten"): "the bias is as it was",
     ("01_2", "heads ignored"): "permuted as one",
+    ("01_2", "weight alone"): "return two tensors, W and b",
+    ("01_2", "nothing returned"): "return two tensors, W and b",
     ("01_2", "bias as a row"): "the bias has the shape (1, 96), right is (96,)",
     ("01_3", "channel 0"): "which channel 0 can't tell apart",
+    ("02_2", "nothing returned"): "it returned NoneType, not a tensor",
     ("02_3", "head 0 alone"): "token 22, head 5: compare all heads",
     ("02_3", "one position"): "use two",
     ("10_1", "nothing"): "no row that is rotated has moved",

@@ -96,7 +96,7 @@ def test_the_table_of_faults_is_complete():
         "position in bfloat16",
         "second half dropped",
         "rotated twice",
-        "angle halved",
+        "position halved (m // 2)",
     } <= set(sc.WRONG)
 
 
