@@ -341,6 +341,7 @@ WRONG = {
     "05_3": {
         "nothing": lambda y, cos, sin, partner, mask, column: y,
         "again": lambda y, c, s, partner, mask, column: y * c[..., column] + y[..., partner] * (mask * s[..., column]),
+        "1 / mask": lambda y, c, s, partner, mask, col: y * c[..., col] + y[..., partner] * (1 / mask * s[..., col]),
         "cos flipped": lambda y, c, s, partner, mask, col: -y * c[..., col] + y[..., partner] * (mask * s[..., col]),
         "no mask": lambda y, c, s, partner, mask, column: y * c[..., column] - y[..., partner] * s[..., column],
         "neox only": lambda y, c, s, *how: rk.torch_rope_neox(y, c, -s),
@@ -352,7 +353,7 @@ WRONG = {
         "the largest": lambda dtype: int(torch.finfo(dtype).max),
         "float16's": lambda dtype: 2049,
     },
-    "06_2": {"half": 4096, "twice": 16384, "no power": 8388, "no integer": 8192.5, "one rounding": 32768, "zero": 0},
+    "06_2": {"half": 8192, "twice": 32768, "no power": 16777, "no integer": 16384.5, "zero": 0},
     "06_3": {
         "fp16 tables": through(torch.float32, torch.float16),
         "fp16 throughout": through(torch.float16, torch.float16),
@@ -566,7 +567,11 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("05_1", "requests", "these are requests"),
         ("05_1", "one request", "of one request"),
         ("05_1", "a warp", "of one warp"),
+        ("05_3", "again", "it turns on instead of back"),
+        ("05_3", "1 / mask", "it turns on instead of back"),
         ("06_1", "a float", "return an int"),
+        ("06_2", "half", "at 16384 the bound holds as well"),
+        ("06_2", "twice", "at 32768 two roundings may add up to 0.002 rad"),
         ("06_3", "fp16 tables", "misrounded, those of tables rounded to fp16"),
         ("06_3", "without a kernel", "no kernel ran"),
         ("06_3", "one in a hundred misrounded", "% of the elements are misrounded"),
@@ -635,7 +640,7 @@ def test_a_difference_is_told_by_shape_or_by_the_first_wrong_element():
 
 
 def test_a_check_tells_a_test_its_fault(capsys):
-    assert ex.check_06_2.fault(8192) is None and "no power of two" in ex.check_06_2.fault(8388)
+    assert ex.check_06_2.fault(16384) is None and "no power of two" in ex.check_06_2.fault(16777)
     assert capsys.readouterr().out == ""  # only check(…) itself prints; nbval holds that a cell shows one line
 
 
