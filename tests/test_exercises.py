@@ -556,6 +556,7 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("03_1", "threads ignored", "R = 256 with 64 threads gave 128, right is 64"),
         ("03_1", "no if", "R = 512 with 256 threads raised TypeError: where no thread is idle, the CUDA has no `if`"),
         ("03_2", "no tables", "ledger(524288, 128, 2, 32) gave 268435456, right is 272629760"),
+        ("03_2", "all divided", "gave 12582912, right is 272629760: x and y don't shrink"),
         ("04_1", "16", "choose_blk_s(100, 128, 2) gave 16, right is 4"),
         ("04_2", "heads", "uses(32) gave [32], right is [16]"),
         ("04_2", "whole tokens alone", "uses(3) gave [3], right is [1, 3]"),
