@@ -436,6 +436,7 @@ WRONG = {
         "interleaved": lambda x, dtype: MISROUNDED(x, dtype, rk.torch_rope_interleaved),
         "from 1 on": lambda x, dtype: MISROUNDED(x, dtype, positions=torch.arange(1, 4097)),
         "arithmetic in bfloat16": lambda x, dtype: MISROUNDED(x, dtype, as_in_transformers),
+        "float32 for exact": lambda x, dtype: MISROUNDED(x, dtype) & (dtype is torch.bfloat16),
     },
     "09_3": {
         "nothing": lambda cache, new, positions, cos, sin: None,
@@ -610,6 +611,7 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("09_1", "four heads", "② reads 768 bytes for 3 heads, ④ 520 with its id"),
         ("09_1", "row bytes", "it isn't 512 bytes more"),
         ("09_2", "arithmetic in bfloat16", "the arithmetic is in bfloat16, too"),
+        ("09_2", "float32 for exact", "it finds none, and there are some"),
     ],
 )
 def test_a_known_mistake_is_named(name, answer, said):
