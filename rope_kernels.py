@@ -162,6 +162,11 @@ def _kind(given):
     return kinds[0] if kinds else "default"
 
 
+def _warn_of(keys):
+    for key in sorted(keys):
+        warnings.warn(f"{key} is not applied here: {_ELSEWHERE.get(key, 'it is unknown')}", stacklevel=3)
+
+
 def _yarn(theta, base, given, max_position):
     length, rope_dim = _number(given, _LENGTH, max_position), 2 * len(theta)
     s = _number(given, "factor", max_position and max_position / length)
@@ -236,8 +241,7 @@ def rope_frequencies(rope_dim, base=10000.0, scaling=None, *, seq_len=None, max_
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ValueError(f"scaling takes the dictionary of one layer type, got several: {nested}")
     kind = _kind(given)
-    for key in sorted(given.keys() - _KEYS - ({"partial_rotary_factor"} if kind == "proportional" else set())):
-        warnings.warn(f"{key} is not applied here: {_ELSEWHERE.get(key, 'it is unknown')}", stacklevel=2)
+    _warn_of(given.keys() - _KEYS - ({"partial_rotary_factor"} if kind == "proportional" else set()))
     name = "rope_theta" if "rope_theta" in given else "base"
     base = _number({**given, "base": base}, name, above=1.0 if kind == "yarn" else 0.0)  # yarn divides by ln base
     if kind == "dynamic":
@@ -374,8 +378,7 @@ def rope_settings(config, layer_type=None):
     scaling |= {key: config[key] for key in [_LENGTH] if key in config}
     base = _number({"rope_theta": base}, "rope_theta", 10000.0 if model is None else None)
     base *= _number(config, "rope_ratio", 1.0)
-    for key in sorted(config.keys() & _ELSEWHERE):
-        warnings.warn(f"{key} is not applied here: {_ELSEWHERE[key]}", stacklevel=2)
+    _warn_of(config.keys() & _ELSEWHERE)
     return {"rope_dim": R, "base": base, "scaling": scaling, "max_position": max_position}
 
 
@@ -1096,6 +1099,7 @@ def _dense(x):
     return x if x.stride(-1) == torch.empty_like(x, device="meta").stride(-1) == 1 else x.contiguous()
 
 
+@functools.lru_cache(maxsize=4096)  # in place, `_prepare` is called anew for each distance of q and k
 def _kernel(q, k, cos, sin, positions, mode, start, inverse, inplace):
     """Return kernel ④ for tensors of these forms as TileLang's bare executable, which starts fastest."""
     *tokens, heads_q, D = q.shape
