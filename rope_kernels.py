@@ -587,7 +587,7 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
     return rope
 
 
-# Moves are of whole vectors at checked ids and heads, so TileLang's own bounds checks are left out.
+# Moves are of whole vectors at checked ids and heads, so on CUDA TileLang's own bounds checks are left out.
 @tilelang.jit(pass_configs={"tl.disable_safe_memory_legalize": True})
 def rope_per_token(
     heads_q,
@@ -615,7 +615,8 @@ def rope_per_token(
     Shapes: kernel(q, k, cos, sin, positions, y, z), or with inplace=True kernel(q, k, cos, sin, positions), which
     writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 q and y once more;
     cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and token t takes row t.
-    batched=True puts a batch axis before the tokens. All sizes but heads, D and R may change from call to call.
+    batched=True puts a batch axis before the tokens, of up to 65535 on CUDA. All sizes but heads, D and R are free in
+    each call.
     Strides: channels side by side; all others are free on CUDA, those of contiguous tensors on the C backend. `width`
     is the widest access in elements: addresses and strides are multiples of it, the tables' in their own elements.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
@@ -729,7 +730,7 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         return start + (part * half + lane * vec if apart else 2 * lane + part)
 
     def passed(lane, part):
-        channel = T.min((2 * lane + part) * wide, D - R - wide)  # if odd in number, one thread copies the last twice
+        channel = T.min((2 * lane + part) * wide, D - R - wide)  # of an odd number the last is copied twice
         return channel + T.if_then_else(channel < start, 0, R)
 
     def move(way, vector, i, q, k, token, head, channel, count):
@@ -745,62 +746,52 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         T.evaluate(T.call_extern("handle", "load_row", *ends, column * table_size, vec // pieces * table_size))
 
     # A thread without a head, at the end of a token's last block, reads the last head along and stores nothing: no
-    # branch holds up the id. In place that is safe too: both partners of a pair are read before either is written.
+    # branch holds up the id. In place it may read what is turned already; the head's own thread reads both partners
+    # of a pair before it writes either.
     @T.macro
-    def load_heads(x, q, k, token, first, lane, channel, count):
+    def move_heads(way, x, q, k, token, first, lane, channel, count):
         for i in T.unroll(2 * per_thread):  # two vectors of each head
-            head = T.min(first + i // 2 * slots, heads - 1)
-            move("load", x, i * count, q, k, token, head, channel(lane, i % 2), count)
+            head = first + i // 2 * slots
+            if way == "load":
+                move(way, x, i * count, q, k, token, T.min(head, heads - 1), channel(lane, i % 2), count)
+            elif head < heads:
+                move(way, x, i * count, q, k, token, head, channel(lane, i % 2), count)
 
     @T.macro
-    def store_heads(x, y, z, token, first, lane, channel, count):
-        for i in T.unroll(2 * per_thread):
-            if first + i // 2 * slots < heads:
-                move("store", x, i * count, y, z, token, first + i // 2 * slots, channel(lane, i % 2), count)
-
-    @T.macro
-    def turn(q, k, cos, sin, positions, y, z, token, first, lane):
-        x = T.alloc_local((2 * per_thread * vec,), dtype)
-        c = T.alloc_local((vec,), table_dtype)
-        s = T.alloc_local((vec,), table_dtype)
-        # x first: its loads are under way while the id, then the row that it names, arrive
-        load_heads(x, q, k, token, first, lane, turned, vec)
-        index = positions[token] if gathered else token[-1]
-        if (index >= 0) & (index < cos.shape[0]):
-            for piece in T.unroll(pieces):
-                load_row(c, piece * vec // pieces, cos, index, (piece * half + lane * vec) // pieces)
-                load_row(s, piece * vec // pieces, sin, index, (piece * half + lane * vec) // pieces)
-        else:  # outside the table: NaN, which reaches both sums below
-            for j in T.unroll(vec):
-                c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
-        for n in T.unroll(per_thread):
-            for j in T.unroll(vec):
-                one = 2 * n * vec + (j if mode == "neox" else 2 * j)
-                two = one + (vec if mode == "neox" else 1)
-                a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
-                cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
-                x[one] = T.cast(a * cj - b * sj, dtype)
-                x[two] = T.cast(b * cj + a * sj, dtype)
-        store_heads(x, y, z, token, first, lane, turned, vec)
-
-    @T.macro
-    def carry(q, k, y, z, token, first, lane):
-        x = T.alloc_local((2 * per_thread * wide,), dtype)
-        load_heads(x, q, k, token, first, lane, passed, wide)
-        store_heads(x, y, z, token, first, lane, passed, wide)
-
-    @T.macro
-    def work(q, k, cos, sin, positions, y, z, token, head, item):
-        # variables, or TileLang takes the index apart again for each access
+    def work(q, k, cos, sin, positions, y, z, token, base, item):
+        # variables, since TileLang would write an expression out again at each access
         rest = item - slots * turning
         if rest < 0:
-            first = T.alloc_var("int32", init=head + item // turning)
+            first = T.alloc_var("int32", init=base + item // turning)
             lane = T.alloc_var("int32", init=item % turning)
-            turn(q, k, cos, sin, positions, y, z, token, first, lane)
+            x = T.alloc_local((2 * per_thread * vec,), dtype)
+            c = T.alloc_local((vec,), table_dtype)
+            s = T.alloc_local((vec,), table_dtype)
+            # x first: its loads are under way while the id, then the row that it names, arrive
+            move_heads("load", x, q, k, token, first, lane, turned, vec)
+            index = positions[token] if gathered else token[-1]
+            if (index >= 0) & (index < cos.shape[0]):
+                for piece in T.unroll(pieces):
+                    load_row(c, piece * vec // pieces, cos, index, (piece * half + lane * vec) // pieces)
+                    load_row(s, piece * vec // pieces, sin, index, (piece * half + lane * vec) // pieces)
+            else:  # outside the table: NaN, which reaches both sums below
+                for j in T.unroll(vec):
+                    c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
+            for n in T.unroll(per_thread):
+                for j in T.unroll(vec):
+                    one = 2 * n * vec + (j if mode == "neox" else 2 * j)
+                    two = one + (vec if mode == "neox" else 1)
+                    a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
+                    cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
+                    x[one] = T.cast(a * cj - b * sj, dtype)
+                    x[two] = T.cast(b * cj + a * sj, dtype)
+            move_heads("store", x, y, z, token, first, lane, turned, vec)
         elif passing:
-            first = T.alloc_var("int32", init=head + rest // passing)
+            first = T.alloc_var("int32", init=base + rest // passing)
             lane = T.alloc_var("int32", init=rest % passing)
-            carry(q, k, y, z, token, first, lane)
+            x = T.alloc_local((2 * per_thread * wide,), dtype)
+            move_heads("load", x, q, k, token, first, lane, passed, wide)
+            move_heads("store", x, y, z, token, first, lane, passed, wide)
 
     @T.macro
     def launch(q, k, cos, sin, positions, y, z):
@@ -810,13 +801,14 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
                 if trigger:
                     T.pdl_trigger()
             t = T.alloc_var("int32", init=block // blocks)
-            token, head = (b, t) if batched else (t,), block % blocks * slots * per_thread
+            token = (b, t) if batched else (t,)
+            base = block % blocks * slots * per_thread  # the block's first head
             if on_c:
                 for item in T.serial(threads):
-                    work(q, k, cos, sin, positions, y, z, token, head, item)
-            else:  # as few registers, 32, as let a multiprocessor hold all the threads that it can
+                    work(q, k, cos, sin, positions, y, z, token, base, item)
+            else:  # at most 32 registers a thread, so that a multiprocessor holds all the threads that it can
                 T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
-                work(q, k, cos, sin, positions, y, z, token, head, T.get_thread_binding())
+                work(q, k, cos, sin, positions, y, z, token, base, T.get_thread_binding())
 
     if inplace:
 
@@ -1068,15 +1060,8 @@ def _on_cuda(q, k, cos, sin, positions, mode, start, inverse, inplace, again):
     if not inplace and any(_dense(x) is not x for x in metas):
         return lambda q, k, *rest: again(_dense(q), k if k is None else _dense(k), *rest)
     batched, shape = len(q.shape) == 4, q.shape[:2]
-    if batched and shape[0] > 65535 >= shape[1]:  # what a grid's second axis holds: let the batch lie on the first
-
-        def exchanged(q, k, cos, sin, positions):
-            ids = torch.arange(shape[1], device=q.device) if positions is None else positions
-            pair = (x if x is None else x.transpose(0, 1) for x in (q, k))
-            pair = (x if x is None else x.transpose(0, 1) for x in again(*pair, cos, sin, ids.expand(shape).T))
-            return (q, k) if inplace else tuple(pair)
-
-        return exchanged
+    if batched and shape[0] > 65535:  # what a grid's second axis holds
+        raise ValueError(f"q takes a batch of up to 65535 on CUDA, got {shape[0]}: put its tokens into one dimension")
     kernel = _kernel(q, k, cos, sin, positions, mode, start, inverse, inplace)
     spread = batched and positions and positions.shape != shape
 
