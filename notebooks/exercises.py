@@ -168,7 +168,9 @@ def check_01_3(which):
             rope = unittest.mock.Mock(side_effect=kind)
             found = which(rope, R)
             if found != name:
-                hint = ", which channel 0 can't tell apart" if {found, name} == {*list(kinds)[1:]} else ""
+                asked = rope.call_args and found in kinds
+                same = asked and torch.equal(kinds[found](*rope.call_args.args), kind(*rope.call_args.args))
+                hint = ": for what you passed to rope both return the same" if same else ""
                 yield f"for R = {R} it says {found!r}, right is {name!r}{hint}"
             if rope.call_count != 1:
                 yield f"it called rope {rope.call_count} times"
@@ -260,7 +262,16 @@ def check_03_3(rotate):
         cos, sin = (table.to(dtype) for table in tables(range(9), 32))
         found = rotate(*(t.clone().to(chapter.DEVICE) for t in (q, cos, sin, positions)))
         rows = (table[positions][:, None].double() for table in (cos, sin))
-        yield difference(found, rk.torch_rope_neox(q.double(), *rows), 1e-5 if dtype == torch.float32 else 2e-3)
+        fault = difference(found, rk.torch_rope_neox(q.double(), *rows), 1e-5 if dtype == torch.float32 else 2e-3)
+        others = {
+            "a row's heads are not side by side: it is `repeat_interleave`, not `repeat`": positions.repeat(heads),
+            "the positions are ignored": torch.arange(tokens).repeat_interleave(heads),
+        }
+        for mistake, ids in others.items():
+            made = rk.torch_rope_neox(q.flatten(0, 1).double(), *(table[ids].double() for table in (cos, sin)))
+            if fault and difference(found, made.view(q.shape), 2e-3) is None:
+                yield mistake
+        yield fault
         yield value("the result's dtype", found.dtype, dtype)
 
 
@@ -559,7 +570,7 @@ def check_08_1(unfinished):
         fault = (
             f"for base {base:g}, {length} tokens, 64 pairs and 2 of frequency 0 it returned {found}, right is {right}"
         )
-        fault += "; did you take 1 radian for a turn (2π)?" if found == radian else ""
+        fault += "; 1 radian taken for a turn (2π) gives this" if found == radian else ""
         yield None if found == right else fault
 
 
@@ -646,7 +657,7 @@ def check_09_2(misrounded):
             why = ": the arithmetic is in bfloat16, too" if (found != in_bfloat16).double().mean() < 1e-2 else ""
             yield f"with a table in {dtype} it is wrong about {wrong:.2%} of the elements{why}"
         if not found.any():
-            yield f"with a table in {dtype} it finds none, and there are some: is its exact result in float64?"
+            yield f"with a table in {dtype} it finds none, and there are some: its exact result must be in float64"
         shares.append(f"{found.double().mean().item():.3%} with a table in {dtype}")
     print(f"misrounded: {', '.join(shares)}")
 
