@@ -379,6 +379,7 @@ def check_05_1(counts):
     mistakes = {
         (160, 256): "these are sectors of 2-byte elements: pass bytes_an_element=4 for float32",
         (512, 256): "② and ③ are exchanged",
+        (128, 256): "these are float16's: a text in float32 has other accesses",
         (16, 64): "these are requests, and each touches several sectors",
         (16, 8): "these are the sectors of one request: add up all those of a block",
         (32, 64): "these are the sectors of one warp, and a block has eight",
