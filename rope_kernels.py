@@ -590,23 +590,9 @@ def rope_interleaved_blocked(S, R, blk_s=16, dtype="float16", threads=256):
 # Moves are of whole vectors at checked ids and heads, so on CUDA TileLang's own bounds checks are left out.
 @tilelang.jit(pass_configs={"tl.disable_safe_memory_legalize": True})
 def rope_per_token(
-    heads_q,
-    heads_k,
-    D,
-    R,
-    start=0,
-    mode="neox",
-    dtype="bfloat16",
-    table_dtype="float32",
-    index_dtype="int64",
-    inverse=False,
-    inplace=False,
-    batched=False,
-    width=1,
-    per_thread=1,
-    threads=128,
-    trigger=False,
-):
+    heads_q, heads_k, D, R, start=0, mode="neox", dtype="bfloat16", table_dtype="float32", index_dtype="int64",
+    inverse=False, inplace=False, batched=False, width=1, per_thread=1, threads=128, trigger=False,
+):  # fmt: skip
     """Build kernel ④: a token's table row, gathered by its position id, comes from memory once and serves all heads.
 
         y[t,h,start:start+R] = rope_mode(q[t,h,start:start+R], cos[positions[t]], ±sin[positions[t]])
@@ -615,25 +601,29 @@ def rope_per_token(
     Shapes: kernel(q, k, cos, sin, positions, y, z), or with inplace=True kernel(q, k, cos, sin, positions), which
     writes into q and k. q, y (tokens, heads_q, D); k, z (tokens, heads_k, D), or with heads_k=0 q and y once more;
     cos, sin (P, R/2); positions (tokens,), or with index_dtype=None cos once more, and token t takes row t.
-    batched=True puts a batch axis before the tokens, of up to 65535 on CUDA. All sizes but heads, D and R are free in
-    each call.
+    batched=True puts a batch axis before the tokens, up to 65535 on CUDA. Tokens, batch and P are free in each call.
     Strides: channels side by side; all others are free on CUDA, those of contiguous tensors on the C backend. `width`
     is the widest access in elements: addresses and strides are multiples of it, the tables' in their own elements.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
     Ids outside 0 … P−1 give NaN in the channels that turn. From sm_90 on the kernel starts before the one ahead of it
     in the stream has ended (programmatic dependent launch), and waits for that end before it reads or writes.
-    For speed alone: per_thread, heads a thread takes; threads, about how many a block has; trigger, whether the next
-    kernel may start as early.
+    For speed alone: per_thread heads a thread, about `threads` a block; trigger lets the next kernel start as early.
     Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
+    target = tilelang.tvm.target.Target.current(allow_none=True)
+    if target is None and tilelang.tvm.cuda().exist:
+        target = tilelang.backend.target.determine_target("auto", return_object=True)
+    on_c = target is not None and target.kind.name == "c"
+    overlapped = target is not None and not on_c and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
+    kinds = ("float16", "float32") if on_c else ("float16", "float32", "bfloat16")
     for name, value, fits, takes in (
         ("heads_q", heads_q, heads_q > 0, "1 or more"),
         ("heads_k", heads_k, heads_k >= 0, "0 or more"),
         ("R", R, R > 0 and R % 2 == 0, "an even rope dim"),
         ("start", start, 0 <= start <= D - R, f"0 … {D - R} for R={R} of D={D}"),
         ("mode", mode, mode in ("neox", "interleaved"), "neox or interleaved"),
-        ("dtype", dtype, dtype in ("float16", "bfloat16", "float32"), "float16, bfloat16 or float32"),
+        ("dtype", dtype, dtype in kinds, "float16, float32 or, on CUDA alone, bfloat16"),
         ("table_dtype", table_dtype, table_dtype in ("float32", dtype), f"float32 or {dtype}"),
         ("index_dtype", index_dtype, index_dtype in ("int32", "int64", None), "int32, int64 or None"),
         ("width", width, width in (1, 2, 4, 8), "1, 2, 4 or 8"),
@@ -642,13 +632,6 @@ def rope_per_token(
     ):
         if not fits:
             raise ValueError(f"{name} takes {takes}, got {name}={value!r}")
-    target = tilelang.tvm.target.Target.current(allow_none=True)
-    if target is None and tilelang.tvm.cuda().exist:
-        target = tilelang.backend.target.determine_target("auto", return_object=True)
-    on_c = target is not None and target.kind.name == "c"  # there are no threads to bind
-    overlapped = target is not None and not on_c and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
-    if on_c and dtype == "bfloat16":
-        raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
     # A token's heads, q's and then k's, go to `blocks` blocks. A block's first threads turn, `turning` of them a head:
     # each takes `vec` pairs, in two vectors R/2 apart, which are partners for neox and hold whole pairs if interleaved.
@@ -671,43 +654,32 @@ def rope_per_token(
     # are PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster (notebook
     # 09), and `volatile`, which keeps x's loads ahead of the id's and behind the wait for the kernel before.
     prelude = """
-__device__ __forceinline__ void load_row(void* to, const void* row, int at, int n) {
-  const char* from = (const char*)row + at;
+__device__ __forceinline__ void load(void* to, const void* q, const void* k, bool in_q, int at, int n) {
+  const char* from = (const char*)(in_q ? q : k) + at;
 #if __CUDA_ARCH__ >= 800
   if (n % 16 == 0) {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     for (int i = 0; i < n; i += 16) {
-      uint4 v;
+      unsigned* v = (unsigned*)((char*)to + i);
       asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from + i), "l"(policy));
-      *(uint4*)((char*)to + i) = v;
+          : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from + i), "l"(policy));
     }
-    return;
-  }
+  } else
 #endif
   memcpy(to, __builtin_assume_aligned(from, n < 16 ? n : 16), n);
 }
-__device__ __forceinline__ void load(void* to, const void* q, const void* k, bool in_q, int at, int n) {
-  load_row(to, in_q ? q : k, at, n);
-}
+#define load_row(to, row, at, n) load(to, row, row, true, at, n)
 __device__ __forceinline__ void store(const void* from, void* y, void* z, bool in_y, int at, int n) {
   memcpy(__builtin_assume_aligned((char*)(in_y ? y : z) + at, n < 16 ? n : 16), from, n);
 }
 """
     if on_c:  # the same three, with the types by which TileLang declares them
-        x_type, row_type = ("float" if kind == "float32" else "half" for kind in (dtype, table_dtype))
-        prelude = f"""
-extern "C" {{
-static inline void* load_row({row_type}* to, {row_type}* row, int32_t at, int32_t n) {{
-  return memcpy(to, (char*)row + at, n);
-}}
-static inline void* load({x_type}* to, {x_type}* q, {x_type}* k, bool in_q, int32_t at, int32_t n) {{
-  return memcpy(to, (char*)(in_q ? q : k) + at, n);
-}}
-static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, int32_t at, int32_t n) {{
-  return memcpy((char*)(in_y ? y : z) + at, from, n);
-}}
+        prelude = f"""extern "C" {{
+typedef {"float" if size == 4 else "half"} X; typedef {"float" if table_size == 4 else "half"} C;
+static void* load(X* x, X* q, X* k, bool in_q, int at, int n) {{ return memcpy(x, (char*)(in_q ? q : k) + at, n); }}
+static void* load_row(C* c, C* row, int at, int n) {{ return memcpy(c, (char*)row + at, n); }}
+static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy((char*)(in_y ? y : z) + at, x, n); }}
 }}
 """
 
@@ -733,47 +705,41 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
         channel = T.min((2 * lane + part) * wide, D - R - wide)  # of an odd number the last is copied twice
         return channel + T.if_then_else(channel < start, 0, R)
 
-    def move(way, vector, i, q, k, token, head, channel, count):
-        """Load or store `count` channels of a head of q or, past q's own, of k."""
-        in_q, in_k = head, head - heads_q
-        if on_c:  # where TileLang checks the bounds of both addresses, that of the one not used as well
-            in_q, in_k = T.min(in_q, heads_q - 1), T.max(in_k, 0)
-        either = T.address_of(q[(*token, in_q, 0)]), T.address_of(k[(*token, in_k, 0)]), head < heads_q
-        T.evaluate(T.call_extern("handle", way, T.address_of(vector[i]), *either, channel * size, count * size))
+    # A thread without a head, at the end of a token's last block, reads the last head along and stores nothing: no
+    # branch holds up the id. In place it may read what is turned already; the head's own thread reads both partners
+    # of a pair before it writes either.
+    @T.macro
+    def move(way, x, q, k, token, first, lane, channel, count):
+        for i in T.unroll(2 * per_thread):  # two vectors of each head, of q's or, past them, of k's
+            head = first + i // 2 * slots
+            at = T.min(head, heads - 1) if way == "load" else head
+            # TileLang checks the bounds of both addresses on the C backend, that of the one not meant as well
+            in_q, in_k = (T.min(at, heads_q - 1), T.max(at - heads_q, 0)) if on_c else (at, at - heads_q)
+            if way == "load" or head < heads:
+                either = T.address_of(q[(*token, in_q, 0)]), T.address_of(k[(*token, in_k, 0)]), at < heads_q
+                ends = T.address_of(x[i * count]), *either
+                T.evaluate(T.call_extern("handle", way, *ends, channel(lane, i % 2) * size, count * size))
 
     def load_row(vector, i, table, index, column):
         ends = T.address_of(vector[i]), T.address_of(table[index, 0])
         T.evaluate(T.call_extern("handle", "load_row", *ends, column * table_size, vec // pieces * table_size))
 
-    # A thread without a head, at the end of a token's last block, reads the last head along and stores nothing: no
-    # branch holds up the id. In place it may read what is turned already; the head's own thread reads both partners
-    # of a pair before it writes either.
-    @T.macro
-    def move_heads(way, x, q, k, token, first, lane, channel, count):
-        for i in T.unroll(2 * per_thread):  # two vectors of each head
-            head = first + i // 2 * slots
-            if way == "load":
-                move(way, x, i * count, q, k, token, T.min(head, heads - 1), channel(lane, i % 2), count)
-            elif head < heads:
-                move(way, x, i * count, q, k, token, head, channel(lane, i % 2), count)
-
     @T.macro
     def work(q, k, cos, sin, positions, y, z, token, base, item):
-        # variables, since TileLang would write an expression out again at each access
         rest = item - slots * turning
         if rest < 0:
-            first = T.alloc_var("int32", init=base + item // turning)
+            first = T.alloc_var("int32", init=base + item // turning)  # a variable, as TileLang repeats expressions
             lane = T.alloc_var("int32", init=item % turning)
             x = T.alloc_local((2 * per_thread * vec,), dtype)
             c = T.alloc_local((vec,), table_dtype)
             s = T.alloc_local((vec,), table_dtype)
             # x first: its loads are under way while the id, then the row that it names, arrive
-            move_heads("load", x, q, k, token, first, lane, turned, vec)
+            move("load", x, q, k, token, first, lane, turned, vec)
             index = positions[token] if gathered else token[-1]
             if (index >= 0) & (index < cos.shape[0]):
-                for piece in T.unroll(pieces):
-                    load_row(c, piece * vec // pieces, cos, index, (piece * half + lane * vec) // pieces)
-                    load_row(s, piece * vec // pieces, sin, index, (piece * half + lane * vec) // pieces)
+                for i in T.unroll(pieces):
+                    load_row(c, i * vec // pieces, cos, index, (i * half + lane * vec) // pieces)
+                    load_row(s, i * vec // pieces, sin, index, (i * half + lane * vec) // pieces)
             else:  # outside the table: NaN, which reaches both sums below
                 for j in T.unroll(vec):
                     c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
@@ -785,13 +751,13 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
                     cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
                     x[one] = T.cast(a * cj - b * sj, dtype)
                     x[two] = T.cast(b * cj + a * sj, dtype)
-            move_heads("store", x, y, z, token, first, lane, turned, vec)
+            move("store", x, y, z, token, first, lane, turned, vec)
         elif passing:
             first = T.alloc_var("int32", init=base + rest // passing)
             lane = T.alloc_var("int32", init=rest % passing)
             x = T.alloc_local((2 * per_thread * wide,), dtype)
-            move_heads("load", x, q, k, token, first, lane, passed, wide)
-            move_heads("store", x, y, z, token, first, lane, passed, wide)
+            move("load", x, q, k, token, first, lane, passed, wide)
+            move("store", x, y, z, token, first, lane, passed, wide)
 
     @T.macro
     def launch(q, k, cos, sin, positions, y, z):
@@ -803,12 +769,10 @@ static inline void* store({x_type}* from, {x_type}* y, {x_type}* z, bool in_y, i
             t = T.alloc_var("int32", init=block // blocks)
             token = (b, t) if batched else (t,)
             base = block % blocks * slots * per_thread  # the block's first head
-            if on_c:
-                for item in T.serial(threads):
-                    work(q, k, cos, sin, positions, y, z, token, base, item)
-            else:  # at most 32 registers a thread, so that a multiprocessor holds all the threads that it can
+            if not on_c:  # at most 32 registers a thread, so that a multiprocessor holds all the threads that it can
                 T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
-                work(q, k, cos, sin, positions, y, z, token, base, T.get_thread_binding())
+            for item in T.serial(threads) if on_c else [T.get_thread_binding()]:
+                work(q, k, cos, sin, positions, y, z, token, base, item)
 
     if inplace:
 
