@@ -616,7 +616,10 @@ def check_08_3(interleaved_axes):
                 if left[axis]:
                     left[axis] -= 1
                     right.append(axis)
-        found = torch.as_tensor(interleaved_axes(list(sections))).tolist()
+        made = interleaved_axes(list(sections))
+        if made is None or torch.as_tensor(made).ndim != 1:
+            yield f"interleaved_axes returned {type(made).__name__}, not one axis for each pair"
+        found = torch.as_tensor(made).tolist()
         yield None if len(found) == len(right) else f"{sections} gives {len(found)} pairs, right is {len(right)}"
         wrong = (
             f"pair {p} has axis {a}, right is {b}" for p, (a, b) in enumerate(zip(found, right, strict=True)) if a != b

@@ -414,6 +414,8 @@ WRONG = {
         "times NaN": lambda keys, at, short, long: turn(keys, at[:, None] * (long - short)) * float("nan"),
     },
     "08_3": {
+        "nothing": lambda s: None,
+        "a number": lambda s: sum(s),
         "in sections": lambda s: torch.tensor([0] * s[0] + [1] * s[1] + [2] * s[2]),
         "in turn to the end": lambda s: torch.arange(sum(s)) % 3,
         "height first": lambda s: (torch.arange(sum(s)) + 1) % 3,
@@ -600,6 +602,8 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("08_2", "the factor again", "but for a factor of 1.190"),
         ("08_3", "in turn to the end", "in [24, 20, 20] pair 61 has axis 1, right is 0"),
         ("08_3", "too short", "[24, 20, 20] gives 60 pairs, right is 64"),
+        ("08_3", "nothing", "interleaved_axes returned NoneType, not one axis for each pair"),
+        ("08_3", "a number", "interleaved_axes returned int, not one axis for each pair"),
         ("08_2", "nothing", "the keys come back as they were"),
         ("08_2", "not undone", "the short rotation is not undone"),
         ("08_2", "undone only", "the long one is missing"),
