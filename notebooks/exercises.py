@@ -740,7 +740,14 @@ def check_10_2(base_of):
         def kernel(q, k, ids, cos=cos, sin=sin, mode=mode, start=start):
             return rk.apply_rope(q, k, cos, sin, ids, mode=mode, start=start)
 
-        found = float(base_of(kernel))
+        try:
+            found = base_of(kernel)
+        except ZeroDivisionError:
+            yield "it divides by 0: pair 0 turns by 1 whatever the base is, so solve for another pair"
+        try:
+            found = float(found)
+        except (TypeError, ValueError):
+            yield f"it returned {type(found).__name__} in place of a number"
         mistakes = {
             "pair 0 turns by 1 whatever the base is": 1.0,
             "its square: the exponent is R/2, the number of pairs": base**2,
@@ -754,6 +761,9 @@ def check_10_2(base_of):
 @checker
 def check_10_3(diagnose):
     for two in itertools.combinations(tiny.FAULTS, 2):
-        found = set(diagnose(tiny.rotation(**tiny.FAULTS[two[0]], **tiny.FAULTS[two[1]])))
+        found = diagnose(tiny.rotation(**tiny.FAULTS[two[0]], **tiny.FAULTS[two[1]]))
+        if isinstance(found, str) or not hasattr(found, "__iter__"):
+            yield f"it returned {type(found).__name__} in place of a list of names"
+        found = {str(name) for name in found}
         if found != set(two):
             yield f"of a kernel with {' and '.join(two)} it says: {', '.join(sorted(found)) or 'nothing'}"
