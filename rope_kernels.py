@@ -611,19 +611,13 @@ def rope_per_token(
     Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
-    target = tilelang.tvm.target.Target.current(allow_none=True)
-    if target is None and tilelang.tvm.cuda().exist:
-        target = tilelang.backend.target.determine_target("auto", return_object=True)
-    on_c = target is not None and target.kind.name == "c"
-    overlapped = target is not None and not on_c and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
-    kinds = ("float16", "float32") if on_c else ("float16", "float32", "bfloat16")
     for name, value, fits, takes in (
         ("heads_q", heads_q, heads_q > 0, "1 or more"),
         ("heads_k", heads_k, heads_k >= 0, "0 or more"),
         ("R", R, R > 0 and R % 2 == 0, "an even rope dim"),
         ("start", start, 0 <= start <= D - R, f"0 … {D - R} for R={R} of D={D}"),
         ("mode", mode, mode in ("neox", "interleaved"), "neox or interleaved"),
-        ("dtype", dtype, dtype in kinds, "float16, float32 or, on CUDA alone, bfloat16"),
+        ("dtype", dtype, dtype in ("float16", "bfloat16", "float32"), "float16, bfloat16 or float32"),
         ("table_dtype", table_dtype, table_dtype in ("float32", dtype), f"float32 or {dtype}"),
         ("index_dtype", index_dtype, index_dtype in ("int32", "int64", None), "int32, int64 or None"),
         ("width", width, width in (1, 2, 4, 8), "1, 2, 4 or 8"),
@@ -632,6 +626,13 @@ def rope_per_token(
     ):
         if not fits:
             raise ValueError(f"{name} takes {takes}, got {name}={value!r}")
+    target = tilelang.tvm.target.Target.current(allow_none=True)
+    if target is None and tilelang.tvm.cuda().exist:
+        target = tilelang.backend.target.determine_target("auto", return_object=True)
+    on_c = target is not None and target.kind.name == "c"  # there are no threads to bind
+    overlapped = target is not None and not on_c and tilelang.contrib.nvcc.have_pdl(target)  # sm_90 and later
+    if on_c and dtype == "bfloat16":
+        raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
     # A token's heads, q's and then k's, go to `blocks` blocks. A block's first threads turn, `turning` of them a head:
     # each takes `vec` pairs, in two vectors R/2 apart, which are partners for neox and hold whole pairs if interleaved.
@@ -705,9 +706,8 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
         channel = T.min((2 * lane + part) * wide, D - R - wide)  # of an odd number the last is copied twice
         return channel + T.if_then_else(channel < start, 0, R)
 
-    # A thread without a head, at the end of a token's last block, reads the last head along and stores nothing: no
-    # branch holds up the id. In place it may read what is turned already; the head's own thread reads both partners
-    # of a pair before it writes either.
+    # A thread to spare, in a token's last block, reads the last head along and stores nothing: no branch holds up the
+    # id. In place that may be turned already; the head's own thread reads both partners of a pair, then writes them.
     @T.macro
     def move(way, x, q, k, token, first, lane, channel, count):
         for i in T.unroll(2 * per_thread):  # two vectors of each head, of q's or, past them, of k's
