@@ -634,9 +634,9 @@ def rope_per_token(
     if on_c and dtype == "bfloat16":
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
-    # A token's heads, q's and then k's, go to `blocks` blocks. A block's first threads turn, `turning` of them a head:
-    # each takes `vec` pairs, in two vectors R/2 apart, which are partners for neox and hold whole pairs if interleaved.
-    # The threads after them, `passing` a head, copy what passes, two vectors of `wide` each; in place there are none.
+    # A token's heads, q's and then k's, go to `blocks` blocks. Of a block's threads the first slots·turning turn `vec`
+    # pairs of a head each, in two vectors R/2 apart: neox pairs across them, interleaved within each (with vec = 1 two
+    # neighbours). The last slots·passing copy what passes, two vectors of `wide` each; in place there are none.
     half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
     vec = wide = min(width, 16 // size)
@@ -707,16 +707,16 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
         return channel + T.if_then_else(channel < start, 0, R)
 
     # A thread to spare, in a token's last block, reads the last head along and stores nothing: no branch holds up the
-    # id. In place that may be turned already; the head's own thread reads both partners of a pair, then writes them.
+    # id. In place that head may be turned already; its own thread reads both partners of a pair, then writes them.
     @T.macro
     def move(way, x, q, k, token, first, lane, channel, count):
         for i in T.unroll(2 * per_thread):  # two vectors of each head, of q's or, past them, of k's
             head = first + i // 2 * slots
             at = T.min(head, heads - 1) if way == "load" else head
             # TileLang checks the bounds of both addresses on the C backend, that of the one not meant as well
-            in_q, in_k = (T.min(at, heads_q - 1), T.max(at - heads_q, 0)) if on_c else (at, at - heads_q)
+            q_head, k_head = (T.min(at, heads_q - 1), T.max(at - heads_q, 0)) if on_c else (at, at - heads_q)
             if way == "load" or head < heads:
-                either = T.address_of(q[(*token, in_q, 0)]), T.address_of(k[(*token, in_k, 0)]), at < heads_q
+                either = T.address_of(q[(*token, q_head, 0)]), T.address_of(k[(*token, k_head, 0)]), at < heads_q
                 ends = T.address_of(x[i * count]), *either
                 T.evaluate(T.call_extern("handle", way, *ends, channel(lane, i % 2) * size, count * size))
 
@@ -725,11 +725,11 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
         T.evaluate(T.call_extern("handle", "load_row", *ends, column * table_size, vec // pieces * table_size))
 
     @T.macro
-    def work(q, k, cos, sin, positions, y, z, token, base, item):
-        rest = item - slots * turning
+    def work(q, k, cos, sin, positions, y, z, token, base, thread):
+        rest = thread - slots * turning
         if rest < 0:
-            first = T.alloc_var("int32", init=base + item // turning)  # a variable, as TileLang repeats expressions
-            lane = T.alloc_var("int32", init=item % turning)
+            first = T.alloc_var("int32", init=base + thread // turning)  # a variable, as TileLang repeats expressions
+            lane = T.alloc_var("int32", init=thread % turning)
             x = T.alloc_local((2 * per_thread * vec,), dtype)
             c = T.alloc_local((vec,), table_dtype)
             s = T.alloc_local((vec,), table_dtype)
@@ -740,7 +740,7 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
                 for i in T.unroll(pieces):
                     load_row(c, i * vec // pieces, cos, index, (i * half + lane * vec) // pieces)
                     load_row(s, i * vec // pieces, sin, index, (i * half + lane * vec) // pieces)
-            else:  # outside the table: NaN, which reaches both sums below
+            else:  # outside the table: NaN for cos, which enters both sums below; sin may be anything
                 for j in T.unroll(vec):
                     c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
             for n in T.unroll(per_thread):
@@ -769,10 +769,10 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
             t = T.alloc_var("int32", init=block // blocks)
             token = (b, t) if batched else (t,)
             base = block % blocks * slots * per_thread  # the block's first head
-            if not on_c:  # at most 32 registers a thread, so that a multiprocessor holds all the threads that it can
+            if not on_c:  # so few registers a thread that a multiprocessor holds all the blocks that it can
                 T.annotate_min_blocks_per_sm(min(32, 64 // -(-threads // 32)))
-            for item in T.serial(threads) if on_c else [T.get_thread_binding()]:
-                work(q, k, cos, sin, positions, y, z, token, base, item)
+            for thread in T.serial(threads) if on_c else [T.get_thread_binding()]:
+                work(q, k, cos, sin, positions, y, z, token, base, thread)
 
     if inplace:
 

@@ -709,6 +709,8 @@ def check_09_4(my_rope):
 
 @checker
 def check_10_1(order):
+    if not isinstance(order, (list, tuple, torch.Tensor)):
+        yield f"it is a list of the {tiny.D} rows, not {order!r}"
     order = [int(row) for row in order]
     if sorted(order) != list(range(tiny.D)):
         yield f"it doesn't take each of the rows 0 … {tiny.D - 1} once"

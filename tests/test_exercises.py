@@ -461,6 +461,7 @@ WRONG = {
         "a row twice": [1, 1, *neighbours_swapped(16)[2:]],
         "too short": neighbours_swapped(16)[:16],
         "more rows than a head has": [*neighbours_swapped(16), 32, 33],
+        "None": None,
     },
     "10_2": {
         "always 10000": lambda kernel: 10000.0,
@@ -673,6 +674,7 @@ SAID = {
     ("02_2", "nothing returned"): "it returned NoneType, not a tensor",
     ("02_3", "head 0 alone"): "token 22, head 5: compare all heads",
     ("02_3", "one position"): "use two",
+    ("10_1", "None"): "it is a list of the 32 rows, not None",
     ("10_1", "nothing"): "no row that is rotated has moved",
     ("10_1", "evens then odds"): "changes the pairs",
     ("10_1", "all but the slowest pair"): "pair 7 still turns wrongly",
