@@ -80,7 +80,9 @@ plt.rcParams.update(
 def versions():
     """Print what this notebook runs on."""
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU, through TileLang's C backend"
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, tilelang {tilelang.__version__}; {device}")
+    loaded = [sys.modules[name] for name in ("torch", "tilelang", "transformers") if name in sys.modules]
+    said = ", ".join(f"{module.__name__} {module.__version__}" for module in loaded)
+    print(f"Python {platform.python_version()}, {said}; {device}")
 
 
 def show(fig, alt):
