@@ -349,7 +349,7 @@ def rope_settings(config, layer_type=None):
     if model in _OTHERWISE or config.keys() & {"patch_size", "image_size"}:
         raise ValueError(f"model_type {model} is an image tower, or its class makes another table than config says")
     off = [key for key, rotated in _ROTATED.items() if bool(config.get(key, rotated)) != rotated]
-    if off or config.get("position_embedding_type") == "nope":
+    if off or config.get("position_embedding_type") in ("nope", "alibi"):
         raise ValueError(f"its layers are not rotated, by {', '.join(off) or 'position_embedding_type'}")
     left_out = next((values for models, values in _LEFT_OUT.items() if model in models.split()), {})
     config, scaling = _of_layer(left_out | config, layer_type)
