@@ -279,7 +279,7 @@ REFUSED = {  # name: configuration, layers, error, message
     "flag": ({**PLAIN, "rotary": False}, None, ValueError, "layers are not rotated, by .*rotary"),
     "ALiBi": ({**PLAIN, "alibi": True}, None, ValueError, "layers are not rotated, by alibi"),
     "no positions": ({**PLAIN, "position_embedding_type": "nope"}, None, ValueError, "layers are not rotated"),
-    "alibi in place of rope": ({**PLAIN, "position_embedding_type": "alibi"}, None, ValueError, "layers are not rotated"),
+    "alibi so": ({**PLAIN, "position_embedding_type": "alibi"}, None, ValueError, "layers are not rotated"),
     "image tower": ({**PLAIN, "patch_size": 14}, None, ValueError, "image tower"),
     "no dictionary": ("config.json", None, TypeError, "config takes a dictionary"),
     "no dictionary inside": ({**PLAIN, "rope_scaling": "yarn"}, None, TypeError, "rope_scaling takes a dictionary"),
