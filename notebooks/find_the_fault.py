@@ -50,15 +50,15 @@ def card(*at):
     rotates = torch.allclose(step @ step.T, torch.eye(width).double(), atol=1e-4)
     side_by_side = channels == [*range(start, channels[-1] + 1)]
     angle = [math.atan2(step[a, b], step[a, a]) for a, b in pairs]
-    length = at[1].norm(dim=1)
-    factor = torch.ones(width).double().index_fill(0, torch.tensor(channels), float(length[start]))
+    length = torch.stack(at).norm(dim=2)  # at each position, of each channel's row
+    factor = torch.ones(width).double().index_fill(0, torch.tensor(channels), float(length[1, start]))
     steps = torch.allclose(leap, torch.linalg.matrix_power(step, LATER), atol=1e-2)
     return {
         "position 0": order(still),
         "channels": f"{start} … {channels[-1]} of {width}" if side_by_side else str(channels),
         "pairs": name if rotates else "no rotation",
         "sign": {(True, False): "+", (False, True): "−"}.get((max(angle) > 0, min(angle) < 0), "mixed"),
-        "attention factor": float(length[start]) if torch.allclose(length, factor, atol=1e-4) else "mixed",
+        "attention factor": float(factor[start]) if torch.allclose(length, factor, atol=1e-4) else "mixed",
         "inv_freq": [abs(a) for a in angle],
         f"position {LATER}": f"{LATER} steps" if steps else "other angles",
     }
@@ -79,6 +79,10 @@ def read(rotate_qk, width=D):
         for entry, value in found.items()
         if not alike(value, first.get(entry))
     ]
+    for name, found, at in zip(names[1:], rest, (*q[1:], *k), strict=True):
+        both = found.get("position 0") == first.get("position 0") == "turns"
+        if both and not torch.allclose(at[0], q[0, 0], atol=1e-4):
+            others.append(f"{name}: position 0 turns otherwise")
     return first | {"other heads": "; ".join(others) or "alike"}
 
 

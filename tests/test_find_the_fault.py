@@ -96,6 +96,16 @@ UNSEEN_ONCE = {  # a rotation, and what its card says in the one entry that diff
     "ids above 1 read as 1": (lambda q, k, ids: RIGHT(q, k, ids.clamp(max=1)), "position 1001", "other angles"),
     "ids in bfloat16": (lambda q, k, ids: RIGHT(q, k, ids.bfloat16().long()), "position 1001", "other angles"),
     "a reflection": (reflected, "pairs", "no rotation"),
+    "q and k from different numbers on": (
+        lambda q, k, ids: (RIGHT(q, k, ids + 1)[0], RIGHT(q, k, ids + 2)[1]),
+        "other heads",
+        "k, head 0: position 0 turns otherwise; k, head 1: position 0 turns otherwise",
+    ),
+    "halved far out": (
+        lambda q, k, ids: [x * torch.where(ids > 500, 0.5, 1.0)[:, None, None] for x in RIGHT(q, k, ids)],
+        "attention factor",
+        "mixed",
+    ),
     "every channel scaled": (lambda q, k, ids: [1.1 * x for x in RIGHT(q, k, ids)], "attention factor", "mixed"),
 }
 
