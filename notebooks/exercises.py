@@ -560,18 +560,22 @@ def check_07_3(for_neox):
 
 
 @checker
-def check_08_1(unfinished):
-    for base, length in ((500000.0, 8192), (500000.0, 131072), (10000.0, 4096), (1e6, 1)):
-        wavelengths = [2 * torch.pi * base ** (2 * p / 128) for p in range(64)]
-        inv_freq = base ** (-2 * torch.arange(66, dtype=torch.float64) / 128)
-        inv_freq[64:] = 0  # as in proportional: these never turn
-        found, right = unfinished(inv_freq, length), sum(wavelength > length for wavelength in wavelengths) + 2
-        radian = sum(wavelength > 2 * torch.pi * length for wavelength in wavelengths) + 2
-        fault = (
-            f"for base {base:g}, {length} tokens, 64 pairs and 2 of frequency 0 it returned {found}, right is {right}"
-        )
-        fault += "; 1 radian taken for a turn (2π) gives this" if found == radian else ""
-        yield None if found == right else fault
+def check_08_1(lost):
+    def llama(base=500000.0, s=8.0, L=8192):
+        plain = base ** (-2 * torch.arange(64, dtype=torch.float64) / 128)
+        t = ((L * plain / (2 * torch.pi) - 1.0) / (4.0 - 1.0)).clamp(0, 1)
+        return ((1 - t) * plain / s + t * plain).float()
+
+    for key, inv_freq in (
+        (None, llama()),
+        ("rope_theta", llama(base=10000.0)),
+        ("rope_scaling", llama(s=1.0)),
+        ("original_max_position_embeddings", llama(L=131072)),
+    ):
+        found = lost(inv_freq)
+        if found != key:
+            read = f"frequencies read without {key}" if key else "the right frequencies, in float32"
+            yield f"of {read} it says {found!r}"
 
 
 @checker
@@ -617,8 +621,8 @@ def check_08_3(interleaved_axes):
                     left[axis] -= 1
                     right.append(axis)
         made = interleaved_axes(list(sections))
-        if made is None or torch.as_tensor(made).ndim != 1:
-            yield f"interleaved_axes returned {type(made).__name__}, not one axis for each pair"
+        if made is None or torch.as_tensor(made).ndim != 1 or torch.as_tensor(made).is_floating_point():
+            yield f"interleaved_axes returned {type(made).__name__}, not one whole number for each pair"
         found = torch.as_tensor(made).tolist()
         yield None if len(found) == len(right) else f"{sections} gives {len(found)} pairs, right is {len(right)}"
         wrong = (

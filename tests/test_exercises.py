@@ -192,6 +192,29 @@ def neighbours_swapped(rows):
     return [row ^ 1 if row < rows else row for row in range(32)]
 
 
+def lost_by(same):
+    """Answer exercise 08.1 by the first of four readings of the file that is the same as the engine's."""
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 8192
+    readings = {
+        None: rk.rope_frequencies(128, 500000.0, llama3)[0],
+        "rope_theta": rk.rope_frequencies(128, 10000.0, llama3)[0],
+        "rope_scaling": rk.rope_frequencies(128, 500000.0)[0],
+    }
+    return lambda inv_freq: next(
+        (key for key, f in readings.items() if same(f, inv_freq)), "original_max_position_embeddings"
+    )
+
+
+def lost_by_three_pairs(inv_freq):
+    plain = 500000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    if inv_freq[1] < 0.99 * plain[1] or inv_freq[1] > 1.01 * plain[1]:
+        return "rope_theta"
+    if inv_freq[63] > 0.5 * plain[63]:
+        return "rope_scaling"
+    return "original_max_position_embeddings" if inv_freq[32] > 0.9 * plain[32] else None
+
+
 def base_from(formula):
     return lambda kernel: formula(finder.read(kernel)["inv_freq"])
 
@@ -394,11 +417,11 @@ WRONG = {
         "a head too few": lambda W, heads, R: W[W.shape[0] // 2 :],
     },
     "08_1": {
-        "finished": lambda inv_freq, length: int((inv_freq * length >= 2 * math.pi).sum()),
-        "a radian": lambda inv_freq, length: int((inv_freq * length < 1).sum()),
-        "half a turn": lambda inv_freq, length: int((inv_freq * length < math.pi).sum()),
-        "none": lambda inv_freq, length: 0,
-        "zeros skipped": lambda inv_freq, length: int((inv_freq[inv_freq > 0] * length < 2 * math.pi).sum()),
+        "nothing": lambda inv_freq: None,
+        "bit for bit": lost_by(lambda f, found: torch.equal(f, found.double())),
+        "absolutely": lost_by(lambda f, found: torch.allclose(f.float(), found, atol=1e-2)),
+        "by the base alone": lambda inv_freq: None if inv_freq[1] < 0.83 else "rope_theta",
+        "always a key": lambda inv_freq: lost_by_three_pairs(inv_freq) or "rope_scaling",
     },
     "08_2": {
         "nothing": lambda keys, at, short, long: keys,
@@ -420,6 +443,7 @@ WRONG = {
         "in turn to the end": lambda s: torch.arange(sum(s)) % 3,
         "height first": lambda s: (torch.arange(sum(s)) + 1) % 3,
         "too short": lambda s: torch.arange(3 * s[1]) % 3,
+        "floats": lambda s: torch.tensor([0.0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
         "the rest first": lambda s: torch.tensor([0] * (s[0] - s[1]) + [0, 1, 2] * s[1]),
     },
     "09_1": {
@@ -541,7 +565,7 @@ def test_a_check_never_raises(name, capsys):
         ("07_2", gemma(torch.arange(512).view(2, 256)[:, :64].flatten())),
         ("07_3", lambda W, heads, R: torch.cat(
             [torch.cat((h[:R].view(R // 2, 2, -1).transpose(0, 1).flatten(0, 1), h[R:])) for h in W.chunk(heads)])),
-        ("08_1", lambda inv_freq, length: sum(bool(2 * math.pi / f > length) for f in inv_freq)),
+        ("08_1", lost_by_three_pairs),
         ("08_2", lambda keys, at, short, long: turn(turn(keys, -at[:, None] * short), at[:, None] * long)),
         ("08_3", lambda s: [0, 1, 2] * s[1] + [0] * (s[0] - s[1])),
         ("09_3", cached()),
@@ -600,14 +624,15 @@ def test_other_right_answers_are_accepted(name, answer, capsys):
         ("07_3", "one head", "only head 0's rows moved"),
         ("07_3", "the tail", "of the scores (head, query, key) "),
         ("07_3", "a head too few", "it returned the shape (16, 32), right is (32, 32)"),
-        ("08_1", "a radian", "right is 31; 1 radian taken for a turn (2π) gives this"),
-        ("08_1", "zeros skipped", "it returned 29, right is 31"),
+        ("08_1", "bit for bit", "of the right frequencies, in float32 it says 'original_max_position_embeddings'"),
+        ("08_1", "absolutely", "of frequencies read without rope_scaling it says None"),
+        ("08_1", "by the base alone", "of frequencies read without rope_scaling it says None"),
         ("08_2", "rows 0, 1, 2", "takes the positions 0, 1, 2"),
         ("08_2", "the factor again", "but for a factor of 1.190"),
         ("08_3", "in turn to the end", "in [24, 20, 20] pair 61 has axis 1, right is 0"),
         ("08_3", "too short", "[24, 20, 20] gives 60 pairs, right is 64"),
-        ("08_3", "nothing", "interleaved_axes returned NoneType, not one axis for each pair"),
-        ("08_3", "a number", "interleaved_axes returned int, not one axis for each pair"),
+        ("08_3", "nothing", "interleaved_axes returned NoneType, not one whole number for each pair"),
+        ("08_3", "a number", "interleaved_axes returned int, not one whole number for each pair"),
         ("08_2", "nothing", "the keys come back as they were"),
         ("08_2", "not undone", "the short rotation is not undone"),
         ("08_2", "undone only", "the long one is missing"),
