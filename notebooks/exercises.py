@@ -567,15 +567,13 @@ def check_08_1(lost):
         return ((1 - t) * plain / s + t * plain).float()
 
     for key, inv_freq in (
-        (None, llama()),
         ("rope_theta", llama(base=10000.0)),
         ("rope_scaling", llama(s=1.0)),
         ("original_max_position_embeddings", llama(L=131072)),
+        (None, llama()),
     ):
-        found = lost(inv_freq)
-        if found != key:
-            read = f"frequencies read without {key}" if key else "the right frequencies, in float32"
-            yield f"of {read} it says {found!r}"
+        found, read = lost(inv_freq.clone()), f"without {key}" if key else "rightly"
+        yield None if found == key else f"of frequencies read {read}, in float32, it says {found!r}"
 
 
 @checker

@@ -7,7 +7,7 @@ import re
 import nbclient
 import nbformat
 import pytest
-from books import NOTEBOOKS, cells, execute, prose, worked_answers
+from books import NOTEBOOKS, cells, prose, worked_answers
 from conftest import ROOT
 
 import rope_kernels as rk
@@ -160,17 +160,11 @@ def test_a_cell_under_each_exercise_calls_its_check(path):
     assert [name for name in re.findall(r"`ex\.(check_\w+)\(", prose(path)) if f"ex.{name}(" not in code] == []
 
 
-ANSWERS = [
-    pytest.param(path, block, id=f"{path.stem}-answer-{number}")
-    for path in NOTEBOOKS
-    for number, block in enumerate(worked_answers(path), 1)
-]
-
-
-@pytest.mark.parametrize(("path", "block"), ANSWERS)
-def test_worked_answers_run(path, block, monkeypatch):
-    monkeypatch.chdir(path.parent)
-    execute(path, block)
+@every_notebook
+def test_worked_answers_run_below_their_page(path):
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells += map(nbformat.v4.new_code_cell, worked_answers(path))
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": path.parent}}).execute()
 
 
 def test_the_readme_names_every_notebook_and_its_links_resolve():
