@@ -79,7 +79,7 @@ plt.rcParams.update(
 
 def versions():
     """Print what this notebook runs on."""
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU, through TileLang's C backend"
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU (C backend)"
     loaded = [sys.modules[name] for name in ("torch", "tilelang", "transformers") if name in sys.modules]
     said = ", ".join(f"{module.__name__} {module.__version__}" for module in loaded)
     print(f"Python {platform.python_version()}, {said}; {device}")
