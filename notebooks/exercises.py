@@ -619,11 +619,11 @@ def check_08_3(interleaved_axes):
                     left[axis] -= 1
                     right.append(axis)
         made = interleaved_axes(list(sections))
-        if made is None or torch.as_tensor(made).ndim != 1:
+        if made is None or (axes := torch.as_tensor(made)).ndim != 1:
             yield f"interleaved_axes returned {type(made).__name__}, not one axis for each pair"
-        if torch.as_tensor(made).is_floating_point():
+        if axes.is_floating_point():
             yield "its entries are floats, and an axis is a whole number: dtype=torch.int64"
-        found = torch.as_tensor(made).tolist()
+        found = axes.tolist()
         yield None if len(found) == len(right) else f"{sections} gives {len(found)} pairs, right is {len(right)}"
         wrong = (
             f"pair {p} has axis {a}, right is {b}" for p, (a, b) in enumerate(zip(found, right, strict=True)) if a != b
