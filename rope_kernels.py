@@ -376,7 +376,7 @@ def rope_settings(config, layer_type=None):
     if _kind(scaling) == "proportional":
         R, scaling["partial_rotary_factor"] = width, share
     scaling |= {key: config[key] for key in [_LENGTH] if key in config}
-    base = _number({"rope_theta": base}, "rope_theta", 10000.0 if model is None else None)
+    base = _number({"rope_theta": base}, "rope_theta")
     base *= _number(config, "rope_ratio", 1.0)
     _warn_of(config.keys() & _ELSEWHERE)
     return {"rope_dim": R, "base": base, "scaling": scaling, "max_position": max_position}

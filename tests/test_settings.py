@@ -255,6 +255,7 @@ V4 = {"head_dim": 512, "qk_rope_head_dim": 64, "rope_theta": 10000, "compress_ro
 NESTED = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, "rope_type": "default"}}
 REFUSED = {  # name: configuration, layers, error, message
     "no width": ({"rope_theta": 1e4, "num_key_value_heads": 2}, None, ValueError, "no head width, only .'num_key"),
+    "no base": ({"head_dim": 64}, None, ValueError, "rope_theta is missing"),
     "no base of an unknown model": ({"head_dim": 64, "model_type": "new"}, None, ValueError, "rope_theta is missing"),
     "layers nested": ({**PLAIN, "rope_parameters": NESTED}, None, ValueError, "one of .'full_attention', 'sliding_att"),
     "another layer": ({**PLAIN, "rope_parameters": NESTED}, "full", ValueError, "one of .'full_att.*got 'full'"),
@@ -304,7 +305,6 @@ GEMMA4 = {"head_dim": 256, "global_head_dim": 512, "rope_parameters": {**NESTED,
 BOTH = {**PLAIN, "rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": {**YARN, "type": "yarn"}}
 OLMO3 = {**PLAIN, "model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": YARN}
 SERVED = {  # name: configuration, layers, and R, base, type
-    "plain base": ({"hidden_size": 64, "num_attention_heads": 1}, None, 64, 1e4, None),
     "share inside": (SHARE, None, 64, 1e7, "default"),
     "share of an older file": ({**PLAIN, "rope_pct": 0.5}, None, 64, 1e6, None),
     "GPT-J": (GPTJ, None, 64, 1e4, None),
