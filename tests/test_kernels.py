@@ -549,7 +549,7 @@ def self_check(*prelude, env=None):
 def test_the_self_check_passes_in_every_dtype_of_this_device():
     run = self_check()
     dtypes = ["float32", "float16"] + ["bfloat16"] * torch.cuda.is_available()
-    right = [f"{name} {dtype}: correctness passed" for name in [*CONVENTION, "rope_per_token"] for dtype in dtypes]
+    right = [f"{name} {dtype}: correctness passed" for dtype in dtypes for name in [*CONVENTION, "rope_per_token"]]
     assert run.stdout.splitlines()[:-1] == right
     assert run.stdout.splitlines()[-1].startswith("device: ")
     assert run.returncode == 0
