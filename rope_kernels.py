@@ -639,11 +639,8 @@ def rope_per_token(
     # neighbours). The last slots·passing copy what passes, two vectors of `wide` each; in place there are none.
     half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
-    vec = wide = min(width, 16 // size)
-    while half % vec or start % vec:
-        vec //= 2
-    while D % wide or R % wide or start % wide:
-        wide //= 2
+    bits = min(width, 16 // size)  # and as many as divide what a vector is to cover: the lowest bit in any of them
+    vec, wide = (n & -n for n in (bits | half | start, bits | D | R | start))
     turning, passing = half // vec, 0 if inplace else -(-(D - R) // (2 * wide))
     blocks = -(-heads // (max(1, threads // (turning + passing)) * per_thread))
     slots = -(-heads // (blocks * per_thread))  # heads side by side in a block, each thread per_thread deep
@@ -653,7 +650,7 @@ def rope_per_token(
 
     # Moves of n bytes between registers and memory; q's address or k's is chosen without a branch. Loads of 16 bytes
     # are PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster (notebook
-    # 09), and `volatile`, which keeps x's loads ahead of the id's and behind the wait for the kernel before.
+    # 09), and `volatile`, which keeps x's loads behind the wait for the kernel before and ahead of that for the id.
     prelude = """
 __device__ __forceinline__ void load(void* to, const void* q, const void* k, bool in_q, int at, int n) {
   const char* from = (const char*)(in_q ? q : k) + at;
@@ -706,58 +703,61 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
         channel = T.min((2 * lane + part) * wide, D - R - wide)  # of an odd number the last is copied twice
         return channel + T.if_then_else(channel < start, 0, R)
 
+    def place(base, thread, lanes):
+        thread = T.cast(thread, "uint32")  # unsigned: its sign would take a register, and the last one spills
+        values = base + T.cast(thread // lanes, "int32"), T.cast(thread % lanes, "int32")
+        return [T.alloc_var("int32", init=value) for value in values]  # variables, as TileLang repeats expressions
+
     # A thread to spare, in a token's last block, reads the last head along and stores nothing: no branch holds up the
     # id. In place that head may be turned already; its own thread reads both partners of a pair, then writes them.
     @T.macro
-    def move(way, x, q, k, token, first, lane, channel, count):
-        for i in T.unroll(2 * per_thread):  # two vectors of each head, of q's or, past them, of k's
-            head = first + i // 2 * slots
-            at = T.min(head, heads - 1) if way == "load" else head
+    def move(way, x, n, q, k, token, head, lane, channel, count):
+        for i in T.unroll(2):  # the two vectors of a head, of q's or, past them, of k's
             # TileLang checks the bounds of both addresses on the C backend, that of the one not meant as well
-            q_head, k_head = (T.min(at, heads_q - 1), T.max(at - heads_q, 0)) if on_c else (at, at - heads_q)
-            if way == "load" or head < heads:
-                either = T.address_of(q[(*token, q_head, 0)]), T.address_of(k[(*token, k_head, 0)]), at < heads_q
-                ends = T.address_of(x[i * count]), *either
-                T.evaluate(T.call_extern("handle", way, *ends, channel(lane, i % 2) * size, count * size))
+            at_q, at_k = (T.min(head, heads_q - 1), T.max(head - heads_q, 0)) if on_c else (head, head - heads_q)
+            ends = T.address_of(x[n, i * count]), T.address_of(q[(*token, at_q, 0)]), T.address_of(k[(*token, at_k, 0)])
+            T.evaluate(T.call_extern("handle", way, *ends, head < heads_q, channel(lane, i) * size, count * size))
 
-    def load_row(vector, i, table, index, column):
-        ends = T.address_of(vector[i]), T.address_of(table[index, 0])
-        T.evaluate(T.call_extern("handle", "load_row", *ends, column * table_size, vec // pieces * table_size))
+    def load_row(vector, table, index, lane, i):
+        ends = T.address_of(vector[i * vec // pieces]), T.address_of(table[index, 0])
+        at, count = (i * half + lane * vec) // pieces * table_size, vec // pieces * table_size
+        T.evaluate(T.call_extern("handle", "load_row", *ends, at, count))
 
     @T.macro
     def work(q, k, cos, sin, positions, y, z, token, base, thread):
-        rest = thread - slots * turning
-        if rest < 0:
-            first = T.alloc_var("int32", init=base + thread // turning)  # a variable, as TileLang repeats expressions
-            lane = T.alloc_var("int32", init=thread % turning)
-            x = T.alloc_local((2 * per_thread * vec,), dtype)
+        if thread < slots * turning:
+            first, lane = place(base, thread, turning)
+            x = T.alloc_local((per_thread, 2 * vec), dtype)
             c = T.alloc_local((vec,), table_dtype)
             s = T.alloc_local((vec,), table_dtype)
             # x first: its loads are under way while the id, then the row that it names, arrive
-            move("load", x, q, k, token, first, lane, turned, vec)
+            for n in T.unroll(per_thread):
+                move("load", x, n, q, k, token, T.min(first + n * slots, heads - 1), lane, turned, vec)
             index = positions[token] if gathered else token[-1]
-            if (index >= 0) & (index < cos.shape[0]):
+            if (index >= 0) & (index < P):
                 for i in T.unroll(pieces):
-                    load_row(c, i * vec // pieces, cos, index, (i * half + lane * vec) // pieces)
-                    load_row(s, i * vec // pieces, sin, index, (i * half + lane * vec) // pieces)
+                    load_row(c, cos, index, lane, i)
+                    load_row(s, sin, index, lane, i)
             else:  # outside the table: NaN for cos, which enters both sums below; sin may be anything
                 for j in T.unroll(vec):
                     c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
             for n in T.unroll(per_thread):
-                for j in T.unroll(vec):
-                    one = 2 * n * vec + (j if mode == "neox" else 2 * j)
-                    two = one + (vec if mode == "neox" else 1)
-                    a, b = T.cast(x[one], "float32"), T.cast(x[two], "float32")
-                    cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
-                    x[one] = T.cast(a * cj - b * sj, dtype)
-                    x[two] = T.cast(b * cj + a * sj, dtype)
-            move("store", x, y, z, token, first, lane, turned, vec)
+                if first + n * slots < heads:
+                    for j in T.unroll(vec):
+                        one, two = (j, j + vec) if mode == "neox" else (2 * j, 2 * j + 1)
+                        a, b = T.cast(x[n, one], "float32"), T.cast(x[n, two], "float32")
+                        cj, sj = T.cast(c[j], "float32"), T.cast(s[j], "float32") * (-1.0 if inverse else 1.0)
+                        x[n, one] = T.cast(a * cj - b * sj, dtype)
+                        x[n, two] = T.cast(b * cj + a * sj, dtype)
+                    move("store", x, n, y, z, token, first + n * slots, lane, turned, vec)
         elif passing:
-            first = T.alloc_var("int32", init=base + rest // passing)
-            lane = T.alloc_var("int32", init=rest % passing)
-            x = T.alloc_local((2 * per_thread * wide,), dtype)
-            move("load", x, q, k, token, first, lane, passed, wide)
-            move("store", x, y, z, token, first, lane, passed, wide)
+            first, lane = place(base, thread - slots * turning, passing)
+            x = T.alloc_local((per_thread, 2 * wide), dtype)
+            for n in T.unroll(per_thread):
+                move("load", x, n, q, k, token, T.min(first + n * slots, heads - 1), lane, passed, wide)
+            for n in T.unroll(per_thread):
+                if first + n * slots < heads:
+                    move("store", x, n, y, z, token, first + n * slots, lane, passed, wide)
 
     @T.macro
     def launch(q, k, cos, sin, positions, y, z):
@@ -766,7 +766,7 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
                 T.pdl_sync()
                 if trigger:
                     T.pdl_trigger()
-            t = T.alloc_var("int32", init=block // blocks)
+            t = T.alloc_var("uint32", init=T.cast(block // blocks, "uint32"))
             token = (b, t) if batched else (t,)
             base = block % blocks * slots * per_thread  # the block's first head
             if not on_c:  # so few registers a thread that a multiprocessor holds all the blocks that it can
