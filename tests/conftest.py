@@ -7,6 +7,9 @@ import pathlib
 import re
 import sys
 
+# tensors are small and cores shared: threads that wait for one another would take most of the time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import tilelang
 import torch
@@ -31,15 +34,6 @@ def seed():
 def device(request):
     """Where apply_rope runs: tensors on the CPU go through the C backend also beside a GPU."""
     return request.param
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """For small tensors: on a busy machine, threads that wait for one another would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(factory, backend, *args, **kwargs):

@@ -42,7 +42,6 @@ README = {  # name in the table: key in the file
 }
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("model_type", SPREAD)
 def test_the_file_is_what_the_models_do(model_type):
     if model_type not in TYPES:

@@ -8,8 +8,6 @@ import torch
 
 import rope_kernels as rk
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICE = hf.chapter.DEVICE
 OTHER = {"neox": "interleaved", "interleaved": "neox"}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

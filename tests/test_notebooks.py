@@ -15,6 +15,11 @@ import rope_kernels as rk
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+def run(notebook, **options):
+    where = {"metadata": {"path": ROOT / "notebooks"}}
+    nbclient.NotebookClient(notebook, resources=where, shutdown_kernel="immediate", **options).execute()
+
+
 def outside_fences(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
@@ -147,8 +152,7 @@ def test_the_kernel_that_a_page_teaches_is_that_of_the_file(number, factory):
 def test_where_something_is_missing_one_cell_says_so_and_later_ones_point_to_it(prelude, sentence):
     stops = "import chapter, rope_kernels as rk\nkernel = rk.rope_neox_naive(4, 34)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in (prelude, stops, "kernel(1)")])
-    where = {"metadata": {"path": ROOT / "notebooks"}}
-    nbclient.NotebookClient(notebook, allow_errors=True, resources=where).execute()
+    run(notebook, allow_errors=True)
     cause, later = (cell.outputs[-1].traceback for cell in notebook.cells[1:])
     assert len(cause) == 1 and cause[0].startswith(sentence)
     assert later == ["name 'kernel' is not defined, since an earlier cell stopped: its message says why."]
@@ -164,7 +168,7 @@ def test_a_cell_under_each_exercise_calls_its_check(path):
 def test_worked_answers_run_below_their_page(path):
     notebook = nbformat.read(path, as_version=4)
     notebook.cells += map(nbformat.v4.new_code_cell, worked_answers(path))
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": path.parent}}).execute()
+    run(notebook)
 
 
 def test_the_readme_names_every_notebook_and_its_links_resolve():

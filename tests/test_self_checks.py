@@ -10,8 +10,6 @@ from conftest import ROOT
 
 import rope_kernels as rk
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NOTEBOOK = ROOT / "notebooks" / "02_self_checks.ipynb"
 REFERENCES = {"neox": rk.torch_rope_neox, "interleaved": rk.torch_rope_interleaved}
 OTHER = {"neox": "interleaved", "interleaved": "neox"}

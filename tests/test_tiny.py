@@ -6,8 +6,6 @@ import torch
 
 import rope_kernels as rk
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EVENS_THEN_ODDS = torch.tensor([*range(0, tiny.R, 2), *range(1, tiny.R, 2), *range(tiny.R, tiny.D)])
 
 
