@@ -605,9 +605,9 @@ def rope_per_token(
     Strides: channels side by side; all others are free on CUDA, those of contiguous tensors on the C backend. `width`
     is the widest access in elements: addresses and strides are multiples of it, the tables' in their own elements.
     Dtypes: q float16, bfloat16 (CUDA only) or float32, tables float32 or q's, ids int32 or int64; float32 arithmetic.
-    Ids outside 0 … P−1 give NaN in the channels that turn. From sm_90 on the kernel starts before the one ahead of it
-    in the stream has ended (programmatic dependent launch), and waits for that end before it reads or writes.
-    For speed alone: per_thread heads a thread, about `threads` a block; trigger lets the next kernel start as early.
+    Ids outside 0 … P−1 give NaN in the channels that turn. From sm_90 on the kernel may start before the one ahead
+    of it in the stream has ended (programmatic dependent launch), and waits for that end before it reads or writes.
+    For speed alone: per_thread heads a thread, about `threads` a block; trigger lets the next one start as early.
     Errors: ValueError naming the argument that is out of range.
     Source: this repository; notebook 09 counts the bytes that it saves.
     """
@@ -635,11 +635,11 @@ def rope_per_token(
         raise ValueError("dtype bfloat16 needs CUDA: the C backend has no such type, it takes float16 or float32")
 
     # A token's heads, q's and then k's, go to `blocks` blocks. Of a block's threads the first slots·turning turn `vec`
-    # pairs of a head each, in two vectors R/2 apart: neox pairs across them, interleaved within each (with vec = 1 two
-    # neighbours). The last slots·passing copy what passes, two vectors of `wide` each; in place there are none.
+    # pairs of each of their heads, in two vectors R/2 apart: neox pairs across them, interleaved within each (for vec 1
+    # two neighbours). The last slots·passing copy what passes, two vectors of `wide` each; in place there are none.
     half, heads, gathered = R // 2, heads_q + heads_k, index_dtype is not None
     size, table_size = (4 if kind == "float32" else 2 for kind in (dtype, table_dtype))
-    bits = min(width, 16 // size)  # and as many as divide what a vector is to cover: the lowest bit in any of them
+    bits = min(width, 16 // size)  # n & -n: the largest power of two that divides all numbers joined in n
     vec, wide = (n & -n for n in (bits | half | start, bits | D | R | start))
     turning, passing = half // vec, 0 if inplace else -(-(D - R) // (2 * wide))
     blocks = -(-heads // (max(1, threads // (turning + passing)) * per_thread))
@@ -648,9 +648,9 @@ def rope_per_token(
     if threads > 1024 and not on_c:
         raise ValueError(f"R={R} at start={start} of D={D} takes {threads} threads for width={width}, over 1024")
 
-    # Moves of n bytes between registers and memory; q's address or k's is chosen without a branch. Loads of 16 bytes
-    # are PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster (notebook
-    # 09), and `volatile`, which keeps x's loads behind the wait for the kernel before and ahead of that for the id.
+    # Moves of n bytes between registers and memory; q's address or k's is chosen without a branch. Loads of 16 bytes or
+    # multiples are PTX, for two things that TileLang has no word for: the hint that L2 keep the line, which is faster
+    # (notebook 09), and `volatile`: x's loads stay behind the wait for the kernel before and ahead of that for the id.
     prelude = """
 __device__ __forceinline__ void load(void* to, const void* q, const void* k, bool in_q, int at, int n) {
   const char* from = (const char*)(in_q ? q : k) + at;
@@ -704,12 +704,12 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
         return channel + T.if_then_else(channel < start, 0, R)
 
     def place(base, thread, lanes):
-        thread = T.cast(thread, "uint32")  # unsigned: its sign would take a register, and the last one spills
+        thread = T.cast(thread, "uint32")  # unsigned, like t: a sign takes a register, and 32 are few
         values = base + T.cast(thread // lanes, "int32"), T.cast(thread % lanes, "int32")
         return [T.alloc_var("int32", init=value) for value in values]  # variables, as TileLang repeats expressions
 
-    # A thread to spare, in a token's last block, reads the last head along and stores nothing: no branch holds up the
-    # id. In place that head may be turned already; its own thread reads both partners of a pair, then writes them.
+    # For a head past a token's last one, the last is read once more and nothing stored: no branch holds up the id. In
+    # place that one may be turned already, which spoils nothing: its own thread reads all it turns before it writes.
     @T.macro
     def move(way, x, n, q, k, token, head, lane, channel, count):
         for i in T.unroll(2):  # the two vectors of a head, of q's or, past them, of k's
@@ -742,7 +742,7 @@ static void* store(X* x, X* y, X* z, bool in_y, int at, int n) {{ return memcpy(
                 for j in T.unroll(vec):
                     c[j] = T.cast(T.reinterpret(T.uint32(0x7FC00000), "float32"), table_dtype)
             for n in T.unroll(per_thread):
-                if first + n * slots < heads:
+                if first + n * slots < heads:  # asked before the sums: asked after them, it makes registers spill
                     for j in T.unroll(vec):
                         one, two = (j, j + vec) if mode == "neox" else (2 * j, 2 * j + 1)
                         a, b = T.cast(x[n, one], "float32"), T.cast(x[n, two], "float32")
